@@ -153,6 +153,31 @@ def test_unsupported_loading_arguments_are_named(stories: Path, argument: str) -
     load(stories, **{argument: None if argument == "rope_scaling" else False})  # asking for nothing is fine
 
 
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ("model", "write model_name=... instead of model=..."),
+        ("pretrained_model_name_or_path", "write model_name=... instead of pretrained_model_name_or_path=..."),
+        ("max_sequence_length", "write model_name=... in the call"),
+    ],
+)
+def test_a_call_that_lacks_the_model_names_what_was_meant(argument: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FastLanguageModel.from_pretrained(**{argument: "folder", "max_seq_length": 64})  # type: ignore[arg-type]
+    assert caught.value.problem == f"from_pretrained needs model_name, and does not take {argument}"
+    assert caught.value.remedy == remedy
+
+
+def test_a_call_that_lacks_its_folder_is_refused(stories: Path) -> None:
+    model, tokenizer = load(stories)
+    with pytest.raises(
+        ConfigError, match=r"needs save_directory, .*: write save_directory=... instead of save_dir=..."
+    ):
+        model.save_pretrained_merged(save_dir="out", tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match=r"get_peft_model needs model: write model=\.\.\. in the call"):
+        FastLanguageModel.get_peft_model(r=8)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("argument", ["packing_metadata", "moe_routing", "masked_attention"])
 def test_switches_for_measurements_are_refused_with_what_takes_them(stories: Path, argument: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"call pronghorn\.attach\(model, experimental=\{{'{argument}'"):
@@ -178,7 +203,7 @@ def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -
         ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights can't be trained"),
         ({"full_finetuning": True, "compute": "fp8"}, "compute = 'fp8' with full_finetuning"),
         ({"packing": False, "compute": "fp8"}, "compute = 'fp8' with packing=False"),
-        ({"compute": "int8"}, "compute 'int8' is unknown: use one of dtype, fp8, fp8_exact"),
+        ({"compute": "int8"}, "compute 'int8' is unknown: use one of dtype, fp8, fp8_both, fp8_exact"),
         ({"attention": "eager"}, "attention 'eager' is unknown"),
         ({"use_gradient_checkpointing": "sometimes"}, "use_gradient_checkpointing = 'sometimes' is unknown"),
     ],

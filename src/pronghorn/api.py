@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import tempfile
@@ -9,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -28,12 +29,38 @@ from pronghorn.models.load import load_model, resolve_dtype
 from pronghorn.models.lora import add_lora, check_model
 from pronghorn.unsloth_names import answer_methods, refuse_arguments
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _asked_by_name(method: Callable[P, R]) -> Callable[P, R]:
+    """Refuse calls that lack an argument by its name, and by that of the unknown one that was probably meant for it."""
+    parameters = inspect.signature(method).parameters
+    needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+
+    @functools.wraps(method)
+    def checked(*given: P.args, **named: P.kwargs) -> R:
+        missing = [name for name in needed[len(given) :] if name not in named]
+        if missing:
+            raise _lacking(method.__name__, missing[0], [name for name in named if name not in parameters])
+        return method(*given, **named)
+
+    return checked
+
+
+def _lacking(where: str, missing: str, unknown: list[str]) -> ConfigError:
+    """Return the refusal of a call without `missing`, whose arguments `unknown` the method doesn't have."""
+    meant = difflib.get_close_matches(missing, unknown, n=1, cutoff=0.5)
+    problem = f"{where} needs {missing}" + (f", and does not take {', '.join(unknown)}" if unknown else "")
+    return ConfigError(problem, f"write {missing}=... " + (f"instead of {meant[0]}=..." if meant else "in the call"))
+
 
 class FastLanguageModel:
     """Load, adapt, switch between training and inference, save. All methods are static; the models are transformers'
     and PEFT's own."""
 
     @staticmethod
+    @_asked_by_name
     def from_pretrained(
         model_name: str,
         max_seq_length: int = 2048,
@@ -113,6 +140,7 @@ class FastLanguageModel:
         return _finish(model, max_seq_length), tokenizer
 
     @staticmethod
+    @_asked_by_name
     def get_peft_model(
         model: Any,
         r: int = 16,
@@ -171,6 +199,7 @@ class FastLanguageModel:
         return _finish(adapted, getattr(model, "max_seq_length", None))
 
     @staticmethod
+    @_asked_by_name
     def for_training(model: Any, use_gradient_checkpointing: Checkpointing | None = None) -> Any:
         """Switch to training: dropout is on. `use_gradient_checkpointing=None` leaves that as it is."""
         check_model(model, "for_training")
@@ -179,12 +208,14 @@ class FastLanguageModel:
         return model.train()
 
     @staticmethod
+    @_asked_by_name
     def for_inference(model: Any) -> Any:
         """Switch to inference: dropout is off. Layers recompute in training only, so `generate()` has its cache."""
         check_model(model, "for_inference")
         return model.eval()
 
     @staticmethod
+    @_asked_by_name
     def save_pretrained_merged(
         model: Any,
         save_directory: str | Path,
@@ -216,6 +247,7 @@ class FastLanguageModel:
         return save_merged(model, tokenizer, save_directory)
 
     @staticmethod
+    @_asked_by_name
     def save_pretrained_gguf(
         model: Any,
         save_directory: str | Path,
@@ -250,6 +282,7 @@ class FastLanguageModel:
         return [Path(save_directory) / name for name in names]
 
     @staticmethod
+    @_asked_by_name
     def push_to_hub_merged(
         model: Any,
         repo: str,
@@ -257,6 +290,7 @@ class FastLanguageModel:
         save_method: str = "merged_16bit",
         token: str | None = None,
         private: bool = True,
+        commit_message: str = "Export by Pronghorn",
         **unsupported: Any,
     ) -> str:
         """Save as `save_pretrained_merged` does, into a temporary folder, and push that to a repository of the hub.
@@ -270,7 +304,7 @@ class FastLanguageModel:
         _refuse(unsupported, FastLanguageModel.push_to_hub_merged)
         with tempfile.TemporaryDirectory(prefix="pronghorn-push-") as scratch:
             folder = FastLanguageModel.save_pretrained_merged(model, Path(scratch) / "model", tokenizer, save_method)
-            return push_folder(folder, repo, token=token, private=private)
+            return push_folder(folder, repo, token=token, private=private, message=commit_message)
 
 
 FastModel = FastLanguageModel

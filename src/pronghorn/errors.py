@@ -6,9 +6,6 @@ bad input, `NotImplementedError` for what is not built yet), so plain `except Va
 
 from typing import Any
 
-RAN_OUT = "PRONGHORN_RAN_OUT"
-"""The environment's name of the events of `MemoryRanOut` for which processes were started again, as JSON."""
-
 
 class PronghornError(Exception):
     """A problem and what to do about it, shown as ``problem: remedy``."""

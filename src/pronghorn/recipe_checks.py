@@ -88,8 +88,8 @@ _RULES = (
     ),
     _Rule(
         lambda r: r.launch.strategy == "sharded" and r.precision.compute == "fp8",
-        "launch.strategy: sharded with precision.compute: fp8: its forward reads 16 bits, and codes beside these aren't "
-        "shared",
+        "launch.strategy: sharded with precision.compute: fp8: its forward reads 16 bits, and codes beside these "
+        "aren't shared",
         "use precision.compute: fp8_both, whose codes are all that is kept, or use launch.strategy: copies",
     ),
     _Rule(

@@ -201,7 +201,7 @@ INSTEAD = {
         ("", "set data.format: messages, or leave it out: it is recognised"),
     ),
     **dict.fromkeys([("data.format", name) for name in ("instruct", "instruction", "dolly")], ("", _ALPACA)),
-    **dict.fromkeys([("data.format", name) for name in ("dpo", "kto", "pairs")], ("", _BY_TRL)),
+    **dict.fromkeys([("data.format", name) for name in ("preference", "dpo", "kto", "pairs")], ("", _BY_TRL)),
     **dict.fromkeys(
         [("launch.strategy", name) for name in ("fsdp", "fsdp2", "zero2", "zero3", "deepspeed")],
         ("", "set launch.strategy: sharded: each GPU holds a part of each layer"),

@@ -94,7 +94,7 @@ class Adapter(Section):
 
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
 class Source(Section):

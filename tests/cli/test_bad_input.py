@@ -142,8 +142,9 @@ CASES: dict[str, Case] = {
     "a preference pair": rows(
         [{"prompt": "a", "chosen": "b", "rejected": "c"}], "train.jsonl line 1: a preference pair"
     ),
-    "a pair of equal sides": rows(
-        [{"prompt": "a", "chosen": "b", "rejected": "b"}], "train.jsonl line 1", "chosen", format="preference"
+    "a pair without a prompt": rows([{"chosen": "b", "rejected": "b"}], "train.jsonl line 1: a preference pair"),
+    "the format of pairs": rows(
+        [{"prompt": "a", "chosen": "b", "rejected": "c"}], "data.format", "TRL's trainers", format="preference"
     ),
     "every row dropped": rows([{"text": ""}], "each of its rows was dropped", bad_rows="drop"),
     # conversations

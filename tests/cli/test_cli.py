@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from pronghorn import __version__
 from pronghorn.cli.main import app, inspect_data, train
-from pronghorn.cli.options import grow_segments
 from pronghorn.cli.plan import plan
 from pronghorn.cli.profile import profile
 from pronghorn.cli.verify import verify
 from pronghorn.diagnose import doctor
 from pronghorn.diagnose.doctor import Finding
+from pronghorn.environment import grow_segments
 from pronghorn.errors import TrainingError
 from support.run_records import record
 

@@ -19,7 +19,7 @@ from pronghorn.data import files
 from pronghorn.data.cache import Prepared, SourceCount, documents
 from pronghorn.data.formats import RowReader
 from pronghorn.data.labels import label_rows
-from pronghorn.data.rows import Conversation, Message, Preference, PromptCompletion, Row, TextDocument
+from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, TextDocument
 from pronghorn.data.sources import count_rows, fingerprint, mixture, read_source
 from pronghorn.errors import ConfigError, DataError
 from support.chats import byte_level, trained
@@ -264,7 +264,7 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked[-1] == ("owner/chats-v1.0", "test") and named[-1] == ("main", "v2")
 
 
-@pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES if each[-1] is not Preference])
+@pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES])
 def test_data_files_come_back_from_their_tokens(file: str, format: Any, columns: dict[str, str], shared: Path) -> None:
     """Decoding the trained tokens gives the assistant's texts (and calls), of many rows at a time as of one."""
     rows = read_rows(shared / "data" / file, columns, format)[:100]

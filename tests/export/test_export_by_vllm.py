@@ -35,12 +35,16 @@ def test_an_export_is_served_and_compared(answering_run: Path, tmp_path: Path, t
     line = ["export", str(answering_run), "--to", to, "--output", str(tmp_path / "out"), "--vllm"]
     done = CliRunner().invoke(app, [*line, str(python(tmp_path))], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output + done.stderr
-    assert done.output.count("The served model is the trained one.") == (2 if to == "merged" else 1)
+    served = 2 if to == "merged" else 1
+    assert done.output.count("The served model is the trained one.") == served
     assert "stub 1.0, float32" in done.output
     assert re.search(r"Next vllm serve .* --dtype float32", done.output), "as it was compared"
+    assert (
+        len(re.findall(r"loss on held-out rows +\d\.\d{4} .*the trained model's is \d\.\d{4}", done.output)) == served
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     assert "by stub 1.0, float32, on held-out rows" in card
-    assert card.count("Loss on held-out rows: ") == (2 if to == "merged" else 1)
+    assert card.count("Loss on held-out rows: ") == served
 
 
 @pytest.mark.slow

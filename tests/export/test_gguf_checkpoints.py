@@ -133,7 +133,7 @@ def test_an_adapter_of_experts_in_4_bits_is_compared_on_them(stories: Path, tmp_
 
 
 def served(file: Path, ids: list[int], lora: Path | None = None) -> dict[int, float]:
-    with serve_gguf(file, 64, lora=lora) as engine:
+    with serve_gguf(file, lora=lora) as engine:
         return {at: told.logprob for at, told in engine.logprobs(ids).items()}
 
 

@@ -57,7 +57,7 @@ def saved(tokenizer: Any, folder: Path, family: str = "llama") -> Path:
 
 def unlike(tokenizer: Any, folder: Path) -> list[str]:
     """Return the texts of which llama.cpp makes other tokens."""
-    with serve_gguf(write_gguf(folder, folder / "model.gguf", "f32"), 64) as engine:
+    with serve_gguf(write_gguf(folder, folder / "model.gguf", "f32")) as engine:
         told = {text: engine._post("/tokenize", {"content": text})["tokens"] for text in [*TEXTS, MARKS]}
     return [text for text, ids in told.items() if ids != tokenizer(text)["input_ids"]]
 

@@ -99,6 +99,7 @@ def test_a_merged_model_is_pushed_from_a_script(stories: Path, monkeypatch: pyte
     model = FastLanguageModel.get_peft_model(model, r=2)
     with serving_hub(Hub()) as hub:
         monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.url)
-        address = model.push_to_hub_merged("me/mine", tokenizer, token=TOKEN)
+        address = model.push_to_hub_merged("me/mine", tokenizer, token=TOKEN, commit_message="Of Tuesday")
+    assert hub.messages == ["Of Tuesday"]
     assert address.endswith("/me/mine") and {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.files)
     assert hub.files["model.safetensors"][8:9] == b"{"

@@ -110,7 +110,7 @@ def farthest(model: Any, tokenizer: Any, folder: Path, text: str = TEXT) -> tupl
     reference = TransformersEngine(model, tokenizer)
     ids = list(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
     exact = reference.distribution(ids)
-    with serve_gguf(write_gguf(folder, folder / "model.gguf", "f32"), 256) as engine:
+    with serve_gguf(write_gguf(folder, folder / "model.gguf", "f32")) as engine:
         scored = engine.logprobs(ids)
     assert len(scored) == min(len(ids) - 1, engine.steps or 0)
     assert exact.std() > 0.3
@@ -215,7 +215,7 @@ def test_k_quants_are_read_by_llama_cpp(stories: Path, tmp_path: Path, quantisat
     read, own_tokenizer = load_gguf(file, torch.float32)
     right, exact = (TransformersEngine(each, tokenizer).distribution(ids) for each in (read.eval(), model))
     assert own_tokenizer(TEXT)["input_ids"] == ids
-    with serve_gguf(file, 64) as engine:
+    with serve_gguf(file) as engine:
         scored = engine.logprobs(ids)
     off, lost = (
         sum(abs(each[at - 1, ids[at]].item() - told(at)) for at in scored) / len(scored)
@@ -306,7 +306,7 @@ def test_llama_cpp_joins_pieces_as_gemma_4_does(tmp_path: Path, monkeypatch: pyt
     form = replace(GEMMA4_UNIFIED.gguf, merged_pieces=merged)
     monkeypatch.setitem(FAMILIES, GEMMA4_UNIFIED.model_type, replace(GEMMA4_UNIFIED, gguf=form))
     texts = LONG, "  two  spaces\n\nand a\n\n\n line \n x", "naïve 🙂 12,345 the dog", "<|channel>park<turn|> day"
-    with serve_gguf(write_gguf(tmp_path, tmp_path / "model.gguf", "f32"), 64) as engine:
+    with serve_gguf(write_gguf(tmp_path, tmp_path / "model.gguf", "f32")) as engine:
         posted = [engine._post("/tokenize", {"content": text, "add_special": True})["tokens"] for text in texts]
     tokens = AutoTokenizer.from_pretrained(tmp_path)([*texts])["input_ids"]
     assert (posted == tokens) == (merged is not None)
@@ -354,7 +354,7 @@ def test_llama_cpp_splits_text_as_qwen3_5_does(tmp_path: Path, monkeypatch: pyte
     if named == "qwen2":
         monkeypatch.setattr(gguf, "byte_level_names", lambda: ["qwen2"])
         monkeypatch.setattr(gguf, "splits_alike", lambda *_: True)
-    with serve_gguf(write_gguf(tmp_path, tmp_path / "model.gguf", "f32"), 64) as engine:
+    with serve_gguf(write_gguf(tmp_path, tmp_path / "model.gguf", "f32")) as engine:
         tokens = engine._post("/tokenize", {"content": MARKED})["tokens"]
     assert (tokens == AutoTokenizer.from_pretrained(tmp_path)(MARKED)["input_ids"]) == (named == "qwen35")
 
@@ -437,7 +437,7 @@ def test_where_llama_cpp_rounds_the_ends_of_yarn_is_all_that_differs(
     assert "llama.cpp begins and ends YaRN's ramp at whole frequencies" in caplog.text
     ids = tokenizer(TEXT)["input_ids"]
     rounded, exact = (TransformersEngine(model, tokenizer).distribution(ids) for model in models)
-    with serve_gguf(file, 64) as engine:
+    with serve_gguf(file) as engine:
         scored = engine.logprobs(ids)
     found, off = (
         max(abs(told[at - 1, ids[at]].item() - scored[at].logprob) for at in scored) for told in (rounded, exact)

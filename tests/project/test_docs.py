@@ -23,7 +23,7 @@ GUIDES += ("install", "troubleshooting", "limits", "preference-training", "sever
 
 
 def test_every_format_has_two_example_rows() -> None:
-    assert {name for name, _ in BLOCKS} == set(FORMATS) - {"preference"}
+    assert {name for name, _ in BLOCKS} == set(FORMATS)
     assert all(rows.count("\n") == 1 for _, rows in BLOCKS) and len(BLOCKS) == 8
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pronghorn.cli.options import stay_quiet
 from pronghorn.diagnose.doctor import network_findings
+from pronghorn.environment import stay_quiet
 
 NO_NETWORK = """
 import json, os, socket, sys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pronghorn.config import Format, Source
 from pronghorn.data.formats import RowReader
-from pronghorn.data.rows import Conversation, OnBad, Preference, PromptCompletion, Row, TextDocument
+from pronghorn.data.rows import Conversation, OnBad, PromptCompletion, Row, TextDocument
 from pronghorn.data.sources import read_source
 
 QUESTION = {"prompt": "question", "completion": "answer"}
@@ -27,10 +27,10 @@ FILES: list[tuple[str, str, dict[str, str], str, int, type]] = [  # file, format
     ("llamafactory/glaive_toolcall_en_demo.json", "auto", {}, "sharegpt", 300, Conversation),
     ("llamafactory/v1_sft_demo.jsonl", "auto", {}, "messages", 500, Conversation),
     ("llamafactory/kto_en_demo.json", "messages", {}, "messages", 300, Conversation),
-    ("llamafactory/dpo_en_demo.json", "auto", {}, "preference", 300, Preference),
     ("rasbt/instruction-data.json", "auto", {}, "alpaca", 1100, Conversation),
-    ("rasbt/instruction-data-with-preference.json", "auto", {}, "preference", 1094, Preference),  # 6 have equal sides
     ("rasbt/instruction-data-with-preference.json", "alpaca", {"output": "chosen"}, "alpaca", 1100, Conversation),
     ("dolly/dolly_3k.json", "auto", {}, "alpaca", 2996, Conversation),
     ("tinystories/tinystories_10k.txt", "auto", {}, "text", 1728, TextDocument),
 ]
+PAIRS = ("llamafactory/dpo_en_demo.json", "rasbt/instruction-data-with-preference.json")
+"""Files of preference pairs."""

@@ -24,6 +24,7 @@ class Hub:
     files: dict[str, bytes] = field(default_factory=dict)
     tokens: set[str | None] = field(default_factory=set)
     bodies: list[bytes] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     url: str = ""
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
@@ -41,6 +42,8 @@ class Hub:
             return 200, {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
         if "/commit/" in path:
             for line in map(json.loads, body.splitlines()):
+                if line["key"] == "header":
+                    self.messages.append(line["value"]["summary"])
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             repo = re.match(r"/api/models/(.+)/commit/", path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,8 @@ from rich.markup import escape
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.processes import leave_error
-from pronghorn.errors import ConfigError, PronghornError, RunStopped
+from pronghorn.environment import check_place
+from pronghorn.errors import PronghornError, RunStopped
 from pronghorn.text import clip
 
 INTERRUPTED = 130
@@ -26,7 +26,6 @@ LONGEST = 360
 MEMORY, THREADS = "memory", "threads"
 _NO_ROOM = ("failed to map segment", "returned NULL without setting an exception")
 """What the loader says of a library for which no memory is left, and Python of an import that had none."""
-_NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @contextmanager
@@ -40,7 +39,7 @@ def plain_errors(debug: bool) -> Iterator[None]:
             if not debug:
                 warnings.simplefilter("ignore", FutureWarning)
                 warnings.simplefilter("ignore", DeprecationWarning)
-            _check_environment()
+            check_place()
             yield
     except RunStopped as stop:
         _stderr().print(f"{escape(stop.problem)}; {escape(stop.remedy)}.")
@@ -65,20 +64,6 @@ def plain_errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         _raise(error)
-
-
-def _check_environment() -> None:
-    """Refuse variables of torch.distributed that are no numbers, or left over from another program: torch would
-    read them while training is built."""
-    for name in _NUMBERS:
-        value = os.environ.get(name, "0")
-        if not (value.isascii() and value.isdigit()):
-            raise ConfigError(f"the environment's {name}={value!r} is no number", f"unset {name}, or start by torchrun")
-    for name, harmless in (("WORLD_SIZE", "01"), ("LOCAL_RANK", "")):
-        value = os.environ.get(name, "")
-        if value not in ("", *harmless) and "MASTER_ADDR" not in os.environ:
-            problem = f"the environment has {name}={value} of a distributed run, but no MASTER_ADDR"
-            raise ConfigError(problem, f"unset {name}, or start by torchrun")
 
 
 def _short_of(error: BaseException | None) -> str | None:

@@ -23,12 +23,12 @@ from pronghorn.cli.export import export
 from pronghorn.cli.habits import COMMANDS, Answering, OfRecipe
 from pronghorn.cli.init import init
 from pronghorn.cli.launch import launch
-from pronghorn.cli.options import grow_segments, stay_quiet
 from pronghorn.cli.plan import plan
 from pronghorn.cli.profile import profile
 from pronghorn.cli.report import report
 from pronghorn.cli.train import train
 from pronghorn.cli.verify import verify
+from pronghorn.environment import grow_segments, stay_quiet
 
 ORDER = [
     *("init", "convert", "train", "data", "report", "chat", "export"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from pronghorn.cli.console import Console
+from pronghorn.environment import API_KEY
 from pronghorn.errors import ConfigError
 
 RecipeFile = Annotated[
@@ -33,9 +33,7 @@ Checkpoints = Annotated[
 Timeout = Annotated[float, typer.Option(min=0.1, help="With --served: seconds that an answer may take.")]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
-        envvar="PRONGHORN_API_KEY", show_default=False, help="With --served: the server's key, if it has one."
-    ),
+    typer.Option(envvar=API_KEY, show_default=False, help="With --served: the server's key, if it has one."),
 ]
 """Best given by the environment: other users of the machine see a command's arguments."""
 
@@ -44,24 +42,6 @@ def progress() -> Callable[[str], None]:
     """Make a function that prints on stderr what is being done, and after how many seconds."""
     console, began = Console(stderr=True, highlight=False), time.monotonic()
     return lambda text: console.print(f"{time.monotonic() - began:4.0f} s  {text}", style="dim", markup=False)
-
-
-def grow_segments() -> None:
-    """Let torch's allocator grow its segments, unless the environment tells it how to work: of a GPU that is nearly
-    full it then holds about half as much in pieces that nothing fits into."""
-    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def stay_quiet() -> None:
-    """Turn off what libraries tell the Hugging Face Hub of a run: TRL's telemetry, and huggingface_hub's list of coding
-    agents, which it fetches to name one. `HF_HUB_DISABLE_TELEMETRY=0` in the environment leaves both on."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
-
-def main_process() -> bool:
-    """Tell whether this process prints: torchrun's other ranks have nothing to add."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def write_new(path: Path, text: str, otherwise: str = "give another name") -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import socket
 import subprocess
@@ -23,45 +22,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pronghorn.errors import RAN_OUT, ConfigError, MemoryRanOut, PronghornError, TrainingError
+from pronghorn.environment import ERROR_FILE, RAN_OUT, error_file, of_process
+from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, TrainingError
 
 if TYPE_CHECKING:
     from pronghorn.config import Recipe
 
-ERROR_FILE = "PRONGHORN_ERROR_FILE"
-"""The environment's name of the file where a process that we started leaves its error, for us to show."""
 GRACE = 3.0
 """Seconds that the others have to end by themselves after one has failed: they may be writing its like."""
 POLL = 0.05
 """Seconds between looks at the processes."""
 LAST_LINES = 20
-
-
-def joined(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether somebody started this process as one of a group: torchrun, accelerate, or Slurm's `srun`."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
-
-
-def join_slurm() -> None:
-    """Take this process's place in a group from Slurm, where `srun` started several of a step and nobody else did."""
-    environment = os.environ
-    if joined() or "SLURM_STEP_ID" not in environment or int(environment.get("SLURM_NTASKS", "1")) < 2:
-        return
-    address = environment.get("SLURM_LAUNCH_NODE_IPADDR") or environment.get("SLURM_SRUN_COMM_HOST")
-    nodes = int(environment.get("SLURM_NNODES", "1"))
-    if nodes > 1 and "MASTER_ADDR" not in environment:
-        hosts = subprocess.run(
-            ["scontrol", "show", "hostnames", environment.get("SLURM_NODELIST", "")], capture_output=True, text=True
-        ).stdout.split()
-        address = hosts[0] if hosts else address
-    environment.setdefault("MASTER_ADDR", address if nodes > 1 and address else "127.0.0.1")
-    environment.setdefault("MASTER_PORT", str(20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 20_000))
-    environment |= {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_NTASKS"],
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": str(int(environment["SLURM_NTASKS"]) // nodes),
-    }
 
 
 @dataclass(frozen=True)
@@ -151,7 +122,7 @@ def _start(count: int, command: Sequence[str], environment: Mapping[str, str]) -
 
 def leave_error(error: BaseException) -> bool:
     """Leave an error for the process that started this one, and tell whether there is such a one."""
-    path = os.environ.get(ERROR_FILE)
+    path = error_file()
     if path is None:
         return False
     about: dict[str, Any] = {"time": time.time()}
@@ -159,7 +130,7 @@ def leave_error(error: BaseException) -> bool:
         about |= {"problem": error.problem, "remedy": error.remedy, "event": getattr(error, "event", None)}
     else:
         about["trace"] = traceback.format_exc()
-    Path(path).write_text(json.dumps(about), encoding="utf-8")
+    path.write_text(json.dumps(about), encoding="utf-8")
     return True
 
 
@@ -181,21 +152,13 @@ class _Group:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._seen = dict.fromkeys(range(count), time.time())
         """When each was last seen to run."""
-        environment = {
-            **os.environ,
-            **environment,
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1))),
-        }
+        port = _free_port()
         for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(self._error_file(rank))}
+            own = of_process(count, rank, port, {**environment, ERROR_FILE: str(self._error_file(rank))})
             with self._log(rank).open("wb") as log:
                 quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": log}
                 line = [sys.executable, "-m", "pronghorn", *command]
-                self._processes.append(subprocess.Popen(line, env=environment | own, **quiet))  # type: ignore[call-overload]
+                self._processes.append(subprocess.Popen(line, env=own, **quiet))  # type: ignore[call-overload]
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"{rank}.json"

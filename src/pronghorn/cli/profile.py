@@ -9,7 +9,8 @@ import typer
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile, main_process
+from pronghorn.cli.options import Debug, Overrides, RecipeFile
+from pronghorn.environment import main_process
 
 
 def profile(

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile, main_process
-from pronghorn.cli.processes import choose_gpus, join_slurm, joined, start, visible_gpus
+from pronghorn.cli.options import Debug, Overrides, RecipeFile
+from pronghorn.cli.processes import choose_gpus, start, visible_gpus
+from pronghorn.environment import join_slurm, joined, main_process
 
 if TYPE_CHECKING:
     from pronghorn.train.record import RunRecord

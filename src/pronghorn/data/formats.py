@@ -6,8 +6,8 @@
     prompt_completion   {"prompt", "completion"}: two texts                                → PromptCompletion
                         or two lists of messages, of which the second is supervised, "tools"?  → Conversation
     text                {"text"}                                                           → TextDocument
-    preference          {"chosen", "rejected"} and a prompt in one of the ways above       → Preference
 
+Rows with {"chosen", "rejected"} are preference pairs, which supervised fine-tuning doesn't train on: refused as such.
 A new format is one more line in `FORMATS` and its reader in `READERS`. A key that its format doesn't know is an error:
 columns like "label" or "rejected" change what the others mean. Where `format` or `columns` names what to read, every
 other key is ignored.
@@ -36,7 +36,6 @@ from pronghorn.data.rows import (
     Conversation,
     Message,
     OnBad,
-    Preference,
     PromptCompletion,
     Row,
     TextDocument,
@@ -51,11 +50,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name: needed 
     "alpaca": (("instruction", "output"), ("input", "system", "history")),
     "prompt_completion": (("prompt", "completion"), ("tools",)),
     "text": (("text",), ()),
-    "preference": (
-        ("chosen", "rejected"),
-        ("prompt", "messages", "conversations", "instruction", "input", "output", "system", "tools"),
-    ),
 }
+PAIR = ("chosen", "rejected")
+"""Keys of a preference pair."""
 SPELLINGS = {("instruction", "context", "response"): ("alpaca", {"input": "context", "output": "response"})}
 """Keys of well-known sets that are a format under other names (Dolly's): these keys, the format, its `columns`."""
 
@@ -89,12 +86,13 @@ class RowReader:
         self._on_bad = on_bad
         self._first = ""
 
-    def read(self, path: str, values: Iterable[tuple[int, Any]]) -> Iterator[Row | Preference]:
+    def read(self, path: str, values: Iterable[tuple[int, Any]]) -> Iterator[Row]:
         """Yield the rows of one file (or hub set), in its order.
 
         Raises:
-            DataError: no row, keys that are no known format, two formats in one source, a wrong role or order of roles,
-                a value that isn't a string, nothing to supervise (an empty completion, assistant message or text).
+            DataError: no row, keys that are no known format, two formats in one source, preference pairs, a wrong role
+                or order of roles, a value that isn't a string, nothing to supervise (an empty completion, assistant
+                message or text).
         """
         any_value = any_row = False
         for line, value in values:
@@ -193,9 +191,15 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
     """Return the format that a row's keys are.
 
     Raises:
-        DataError: they are none, or one too many may change the meaning.
+        DataError: they are none, one too many may change the meaning, or they are those of a preference pair.
     """
     names = {key for key in value if key not in PROVENANCE}
+    if names.issuperset(PAIR):
+        raise DataError(
+            f"{at}: a preference pair, and supervised fine-tuning would not know its rejected side",
+            "train on pairs by TRL's DPOTrainer (pronghorn docs preference-training), or write the chosen answers "
+            "as conversations",
+        )
     for spelling, (name, columns) in SPELLINGS.items():
         if names == set(spelling):
             return Shape(name, columns)
@@ -255,7 +259,7 @@ def _by_turns(name: str, value: Mapping[str, Any]) -> Shape:
     return Shape(name, {})
 
 
-def read_row(shape: Shape, value: Mapping[str, Any], path: str, line: int) -> Row | Preference:
+def read_row(shape: Shape, value: Mapping[str, Any], path: str, line: int) -> Row:
     """Read a row of a known format: its values under our names, optional ones only where the row has them.
 
     Raises:
@@ -316,64 +320,6 @@ def _text(fields: dict[str, Any], at: str, **place: Any) -> TextDocument:
     return TextDocument(not_empty(fields["text"], "text", at), **place)
 
 
-def _preference(fields: dict[str, Any], at: str, **place: Any) -> Preference:
-    asked = _preference_prompt(fields, at)
-    prompts, answers = [], []
-    for side in ("chosen", "rejected"):
-        context, answer = _answer(fields[side], side, at)
-        if asked and context not in ([], asked):
-            raise DataError(f"{at}: {side} repeats a prompt other than the row's", "delete one of the two prompts")
-        prompts.append(context or asked)
-        answers.append(answer)
-    prompt = prompts[0]
-    if prompt != prompts[1]:
-        raise DataError(f"{at}: chosen and rejected answer different prompts", "write one prompt for both")
-    if not prompt or prompt[-1].role not in ("user", "tool"):
-        what = f"ends with a message of role {prompt[-1].role}" if prompt else "is missing"
-        raise DataError(f"{at}: the prompt of the pair {what}", "end the prompt with the user's turn")
-    if answers[0] == answers[1]:
-        raise DataError(
-            f"{at}: chosen and rejected are equal ({show(answers[0].content)})",
-            "delete the row, or set data.bad_rows to drop",
-        )
-    for side, answer in zip(("chosen", "rejected"), answers, strict=True):
-        in_order([*prompt, answer], f"{at} prompt and {side}")
-    chosen, rejected = answers
-    return Preference(tuple(prompt), chosen, rejected, read_tools(fields.get("tools"), at), **place)
-
-
-def _preference_prompt(fields: Mapping[str, Any], at: str) -> list[Message]:
-    """Read the prompt by whichever one key the row has it; [] where chosen and rejected repeat it."""
-    given = [name for name in ("messages", "conversations", "instruction", "prompt") if fields.get(name) is not None]
-    if len(given) > 1:
-        raise DataError(f"{at}: a pair with {keys(given)}, each of which is a prompt", "keep one of them")
-    system = _system(fields, at)
-    if not given:
-        return system
-    name, value = given[0], fields[given[0]]
-    if name == "instruction":
-        return [*system, _instruction(fields, at)]
-    if name == "prompt" and isinstance(value, str):
-        return [*system, Message("user", not_empty(value, "prompt", at))]
-    return [*system, *read_turns(sharegpt_message if name == "conversations" else openai_message, value, name, at)]
-
-
-def _answer(value: Any, side: str, at: str) -> tuple[list[Message], Message]:
-    """Read one side of a pair, a string, a message or a conversation that ends with it: (what comes before, it)."""
-    if isinstance(value, str):
-        messages = [Message("assistant", string(value, side, at))]
-    else:
-        items = value if isinstance(value, list) else [value]
-        sharegpt = bool(items) and isinstance(items[-1], dict) and "from" in items[-1]
-        messages = read_turns(sharegpt_message if sharegpt else openai_message, items, side, f"{at} {side}")
-    answer = messages[-1]
-    if answer.role != "assistant":
-        raise DataError(f"{at}: {side} ends with a message of role {answer.role}", "end it with the assistant's answer")
-    if "tool_calls" not in answer.extra:
-        not_empty(answer.content, f"{side} answer", at)
-    return messages[:-1], answer
-
-
 def _system(fields: Mapping[str, Any], at: str) -> list[Message]:
     text = fields.get("system")
     return [Message("system", string(text, "system", at))] if text not in (None, "") else []
@@ -386,11 +332,10 @@ def _instruction(fields: Mapping[str, Any], at: str) -> Message:
     return Message("user", not_empty("\n".join(filter(None, parts)), "instruction", at))
 
 
-READERS: dict[str, Callable[..., Row | Preference]] = {
+READERS: dict[str, Callable[..., Row]] = {
     "messages": _messages,
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
     "text": _text,
-    "preference": _preference,
 }

@@ -25,6 +25,7 @@ from pronghorn.data.control_tokens import Rule
 from pronghorn.data.labels import VERIFIED_ROWS, LossOn, label_rows
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import Row
+from pronghorn.environment import tokenize_alone
 from pronghorn.errors import DataError, TrainingError
 from pronghorn.state import check_file, digest, new_file, read_json, write_json
 
@@ -187,7 +188,7 @@ _worker: list[Tokenising] = []
 
 
 def _begin(how: Tokenising) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker: one of as many as there are cores
+    tokenize_alone()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the run's own one decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.freeze()

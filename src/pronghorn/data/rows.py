@@ -74,18 +74,8 @@ class TextDocument(_Row):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Preference(_Row):
-    """A conversation that ends with the user's (or a tool's) turn, and two different answers to it, one preferred."""
-
-    prompt: tuple[Message, ...]
-    chosen: Message
-    rejected: Message
-    tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
-
-
 Row = Conversation | PromptCompletion | TextDocument
-"""What supervised fine-tuning trains on; `Preference` is none of it."""
+"""What supervised fine-tuning trains on."""
 
 
 def where(path: str | PurePath, line: int) -> str:

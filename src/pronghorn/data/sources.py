@@ -15,7 +15,7 @@ from typing import Any
 from pronghorn.config import Source
 from pronghorn.data.files import READERS, estimate_rows, read_file, reading, without_nulls
 from pronghorn.data.formats import RowReader
-from pronghorn.data.rows import Preference, Row
+from pronghorn.data.rows import Row
 from pronghorn.errors import DataError
 from pronghorn.state import digest
 
@@ -24,17 +24,10 @@ def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
     """Yield the rows of one source as they are read, one format for all its files.
 
     Raises:
-        DataError: a source that isn't there or can't be read, preference pairs, and what `RowReader.read` refuses.
+        DataError: a source that isn't there or can't be read, and what `RowReader.read` refuses.
     """
     rows = (row for path, values in _values(source) for row in reader.read(path, values))
-    for row in islice(rows, source.max_samples):
-        if isinstance(row, Preference):
-            raise DataError(
-                f"{row.source}: a preference pair, and supervised fine-tuning would not know its rejected side",
-                "train on pairs by TRL's DPOTrainer (pronghorn docs preference-training), or write the chosen answers "
-                "as conversations",
-            )
-        yield row
+    yield from islice(rows, source.max_samples)
 
 
 def fingerprint(source: Source) -> list[tuple[str, str]]:

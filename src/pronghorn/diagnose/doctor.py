@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from huggingface_hub.constants import HF_HOME
 
 from pronghorn.device import Device, has_triton, probe
+from pronghorn.environment import variables
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -82,7 +82,7 @@ def diagnose() -> list[Finding]:
         findings.append(Finding("pronghorn", "not installed", "slow", effect, "pip install pronghorn"))
     wanted = packages()
     findings += [package_finding(package, installed(package.requirement.name)) for package in wanted]
-    findings += [*network_findings(os.environ), cache_finding(Path(HF_HOME))]
+    findings += [*network_findings(variables()), cache_finding(Path(HF_HOME))]
     if installed("torch") is None:
         return findings
     needed = [f"pip install '{p.requirement}' --force-reinstall" for p in wanted if p.requirement.name == "torch"]

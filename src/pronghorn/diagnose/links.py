@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from pronghorn.device import Device
 from pronghorn.diagnose.doctor import Finding
+from pronghorn.environment import chooses_gpus, variables
 
 LEAST_SHARED = 2**30
 """Bytes of /dev/shm for NCCL and worker processes; a Docker container has 64 MiB unless told otherwise."""
@@ -38,7 +38,7 @@ def link_findings(devices: Sequence[Device]) -> list[Finding]:
         peers_finding(len(devices), torch.cuda.can_device_access_peer),
         topology_finding(len(devices), topology()),
         nccl_finding(version),
-        *environment_findings(os.environ),
+        *environment_findings(variables()),
         shared_memory_finding(shared),
     ]
 
@@ -64,7 +64,7 @@ def peers_finding(count: int, can_access: Callable[[int, int], bool]) -> Finding
 
 def topology() -> str | None:
     """Return what `nvidia-smi topo -m` prints, None where it can't be asked."""
-    if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+    if shutil.which("nvidia-smi") is None or chooses_gpus():
         return None  # it counts all GPUs in an order of its own
     try:
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)

@@ -61,6 +61,10 @@ def render(comparison: Comparison) -> RenderableType:
     for check in comparison.checks:
         texts = (check.value, check.limit, check.detail)
         table.add_row(check.name.value, marks[check.ok], *map(escape, texts))
+    if comparison.losses is not None:
+        trained, served = comparison.losses
+        detail = escape(f"nats a token; the trained model's is {trained:.4f}")
+        table.add_row(f"loss on {escape(comparison.scored_on)}", "", f"{served:.4f}", "", detail)
     lines = [f"{escape(comparison.engine)}  against  {escape(comparison.reference)}, limits of {comparison.format}"]
     if comparison.skipped:
         lines.append(f"The trained template doesn't render: {escape(', '.join(comparison.skipped))}")

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.export.folder import whole_folder
+from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.families.spec import Experts
 from pronghorn.models.adapter_files import WEIGHTS
+from pronghorn.models.attach import plain_class
 from pronghorn.models.experts import low_rank_factors, wrappers
 from pronghorn.models.families import base_causal_lm, check_config
 
@@ -41,8 +42,7 @@ def write_served_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path
         UnsupportedError: an adapter with something that these servers don't read; names it, and says to merge.
     """
     target = Path(folder)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{target} is there already", "choose another folder or delete it")
+    refuse_filled(target)
     if not hasattr(model, "active_peft_config"):
         raise ConfigError("the model has no adapter", "export it merged")
     check_served(model)
@@ -165,7 +165,6 @@ def _as_in_files(plain: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _bare_model(base: Any) -> Any:
     """Return a model of the base's own class on the meta device."""
-    handle = getattr(base, "_pronghorn_handle", None)
     config = type(base.config).from_dict(base.config.to_dict())
     with torch.device("meta"):
-        return (type(base) if handle is None else handle.original_class)(config)
+        return plain_class(base)(config)

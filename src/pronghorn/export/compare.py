@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, DataError
-from pronghorn.export.compare_answers import ANSWER_TOKENS, ANSWERS, Answers
+from pronghorn.export.compare_answers import ANSWER_TOKENS, ANSWERS, Answers, first_difference
 from pronghorn.export.comparison import LIMITS, Cause, Check, Comparison, Limits, Name
 from pronghorn.export.conversations import Named, built_in
 from pronghorn.export.engine import Engine, NotServed, Reference, Refused, Scored
@@ -154,9 +154,7 @@ def _why_tokens_differ(reference: Reference, name: str, expected: list[int], ser
     ours, theirs = tokenizer.decode(expected), tokenizer.decode(served)
     if ours == theirs:
         return Cause.TOKENIZER.value.format(name)
-    pairs = zip(ours, theirs, strict=False)
-    at = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-    start = max(at - 10, 0)
+    start = max(first_difference(ours, theirs) - 10, 0)
     return Cause.TEMPLATE.value.format(
         f"{name} is {_clipped(theirs[start:])} from character {start} on, in training {_clipped(ours[start:])}"
     )

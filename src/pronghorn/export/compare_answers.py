@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from pronghorn.export.comparison import Check, Name
 from pronghorn.export.conversations import Named
@@ -13,6 +14,12 @@ ANSWERS, ANSWER_TOKENS = 8, 32
 """Conversations that are answered, and tokens of an answer, at most."""
 STOPS = 4
 """Beginnings of answers after which generation must stop."""
+
+
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+    """Return the first place at which two sequences differ, or where the shorter one ends."""
+    pairs = zip(ours, theirs, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
 
 
 class Answers:
@@ -76,8 +83,7 @@ class Answers:
         else:
             theirs = list(served.token_ids)
         theirs = theirs[:-1] if served.stopped and theirs and theirs[-1] in stops else theirs
-        pairs = zip(ours, theirs, strict=False)
-        at = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+        at = first_difference(ours, theirs)
         if at == len(ours) == len(theirs) and own.stopped == served.stopped:
             return 0.0
         row = self.reference.distribution([*prompt, *ours[:at], 0])[-1]

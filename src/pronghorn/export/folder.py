@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pronghorn import state
-from pronghorn.errors import PronghornError, TrainingError
+from pronghorn.errors import ConfigError, PronghornError, TrainingError
+
+
+def refuse_filled(target: Path) -> None:
+    """Refuse to write a folder where something is (ConfigError)."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target} is there already", "choose another folder or delete it")
 
 
 @contextmanager

@@ -4,7 +4,8 @@
     <linear>.weight_scale  bfloat16 [N, 1], a scale a row: w ≈ code · scale
 
 That is compressed-tensors' `float-quantized` with the strategy `channel`, which vLLM and transformers multiply in FP8
-with scales of activations a token, as `compute = "fp8_both"` does here: the same codes. Embeddings, head and norms stay.
+with scales of activations a token, as `compute = "fp8_both"` does here: the same codes. Embeddings, head and norms
+stay.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.export.folder import whole_folder
+from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.kernels.quantise import DTYPE, weight_scales
 from pronghorn.models.families import has_experts
 from pronghorn.models.load import find_model
 from pronghorn.models.packed_checkpoint import METADATA, quantisation_of
+from pronghorn.models.skeleton import tied_names, without_weights
 from pronghorn.precision.loader import checkpoint, load
 
 SHARD_BYTES = 5 * 10**9
@@ -46,11 +47,8 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
         UnsupportedError: a model with experts, or one that is quantised already.
         DataError: weights are missing, damaged, or not of this model.
     """
-    from transformers import AutoModelForCausalLM
-
     path, target = Path(source), Path(folder)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{target} is there already", "choose another folder or delete it")
+    refuse_filled(target)
     found = find_model(path, max_seq_length=1) if path.is_dir() else None
     if found is not None and found.composite is not None:
         raise UnsupportedError(
@@ -65,11 +63,10 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
         raise UnsupportedError(f"{path} is quantised already", "give the 16-bit checkpoint")
     if has_experts(config):
         raise UnsupportedError(f"{path} has experts, which aren't written in 8 bits", "keep the 16-bit checkpoint")
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
+    model = without_weights(config, config.dtype, None)
     head = model.get_output_embeddings()
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {}) if config.tie_word_embeddings else set()
+    tied = tied_names(model)
     expected = {name: each for name, each in model.named_parameters() if name not in tied}
     tensors = load(checkpoint(path), rename=lambda name: None if name in tied else name, expected=expected)
     with whole_folder(target) as writing:

@@ -47,7 +47,6 @@ QUANTISER = "llama-quantize"
 _CARRIER = "ik_llama_cpp"
 """A package with that program in its folder bin (`pip install ik-llama-cpp-python`, of a fork of llama.cpp)."""
 SERVE = "export it merged (--to merged), and serve that with vLLM or SGLang"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>")
 
 
@@ -235,6 +234,8 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, st
     Raises:
         UnsupportedError: text is split in a way that llama.cpp has no name for here.
     """
+    from gguf import TokenType
+
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]
     if model["type"] != "BPE":
@@ -242,7 +243,7 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, st
     pieces = model["byte_fallback"]  # SentencePiece's; otherwise byte-level
     tokens, types = _vocabulary(tokenizer, model["vocab"], config.vocab_size, pieces)
     for index in tokenizer.convert_tokens_to_ids([token for token in form.shown if token in tokens]):
-        types[index] = _USER_DEFINED
+        types[index] = TokenType.USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     prefix = pieces and "Prepend" in json.dumps(backend["normalizer"])
     merged = form.merged_pieces if pieces and not prefix else None
@@ -280,17 +281,19 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, st
 
 def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: bool) -> tuple[list[str], list[int]]:
     """Return every token with its kind, in the order of ids; places that no token has are filled."""
+    from gguf import TokenType
+
     tokens = [f"[PAD{index}]" for index in range(size)]
-    types = [_UNUSED] * size
+    types = [int(TokenType.UNUSED)] * size
     for token, index in vocabulary.items():
         tokens[index] = token
         is_byte = pieces and len(token) == 6 and token.startswith("<0x")
-        types[index] = _BYTE if is_byte else _NORMAL
+        types[index] = TokenType.BYTE if is_byte else TokenType.NORMAL
     for index, added in tokenizer.added_tokens_decoder.items():
         tokens[index] = added.content
-        types[index] = _CONTROL if added.special else _USER_DEFINED
+        types[index] = TokenType.CONTROL if added.special else TokenType.USER_DEFINED
     if pieces and tokenizer.unk_token_id is not None:
-        types[tokenizer.unk_token_id] = _UNKNOWN
+        types[tokenizer.unk_token_id] = TokenType.UNKNOWN
     return tokens, types
 
 

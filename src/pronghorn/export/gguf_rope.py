@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.models.gguf import llama3_factors
 
 FACTORED = ("llama3", "proportional")
 """Kinds of scaling that are a tensor beside the weights (`rope_factors`)."""
@@ -67,13 +68,7 @@ def rope_factors(rope: Mapping[str, Any], config: Any) -> Tensor:
     if rope["rope_type"] == "proportional":
         rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
         return torch.tensor([1.0] * rotated + [_NEVER] * (head_dim // 2 - rotated))
-    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    factors = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
-        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
-    return torch.tensor(factors)
+    return torch.tensor(llama3_factors(rope, head_dim))
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float:

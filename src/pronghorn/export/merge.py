@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
-from pronghorn.export.folder import whole_folder
+from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.export.original import Original, composite_of
 from pronghorn.export.rounding import round_merged
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded_state import refuse_sharded
+from pronghorn.models.attach import plain_class
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.parity.distance import MERGED_LOGITS, relative_error
@@ -53,8 +54,7 @@ def save_merged(
         TrainingError: the reloaded checkpoint's logits differ from the adapted model's, or the disk is full.
     """
     target = Path(folder)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{target} is there already", "choose another folder or delete it")
+    refuse_filled(target)
     current, disk = target.resolve() == Path.cwd(), os.path.ismount(target.resolve())
     if current or disk:  # no other folder can take its place
         what = "the current folder" if current else "where a disk is mounted"
@@ -161,8 +161,6 @@ def write_model(
 
 def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor]) -> Any:
     """Return a model of the base's own class on the meta device, configured as the merged checkpoint is."""
-    handle = getattr(base, "_pronghorn_handle", None)
-    original = type(base) if handle is None else handle.original_class
     config = type(base.config).from_dict(base.config.to_dict())
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -171,7 +169,7 @@ def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor])
         stored["model.embed_tokens.weight"].read(), stored["lm_head.weight"].read()
     )
     with torch.device("meta"):
-        plain = original(config).to(dtype)
+        plain = plain_class(base)(config).to(dtype)
     plain.tie_weights()
     plain.generation_config = base.generation_config
     return plain

@@ -353,6 +353,12 @@ def _off(linear: Any) -> Iterator[nn.Parameter]:
             yield from adapters[name].parameters()
 
 
+def plain_class(base: Any) -> type[Any]:
+    """Return the class that a causal LM has when it isn't attached."""
+    handle = attached(base)
+    return type(base) if handle is None else handle.original_class
+
+
 def attached(model: nn.Module) -> Handle | None:
     """Return the handle of an attached model, or None."""
     return getattr(base_causal_lm(model), "_pronghorn_handle", None)

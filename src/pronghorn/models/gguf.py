@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,31 +230,38 @@ def _names(architecture: str, parameters: Iterable[str], layers: int) -> dict[st
 
 
 def _llama3_rope(header: GgufHeader, rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return RoPE parameters that give the file's frequency factors: Llama 3.1's and 3.2's differ in `factor` alone.
-
-    A wavelength of more than original / low positions is stretched by `factor`, one of less than original / high is
-    kept, and between them the two frequencies are mixed.
-    """
-    factor, low, high, original = max(header.rope_factors or [1.0]), 1.0, 4.0, 8192
-    expected = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
-        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        expected.append(1 / ((1 - mix) / factor + mix))
+    """Return RoPE parameters that give the file's frequency factors: Llama 3.1's and 3.2's differ in `factor` alone."""
     actual = header.rope_factors or []
+    found = {
+        "rope_theta": rope["rope_theta"],
+        "rope_type": "llama3",
+        "factor": max(actual, default=1.0),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = llama3_factors(found, head_dim)
     if len(actual) != len(expected) or any(abs(a - e) > 1e-3 * e for a, e in zip(actual, expected, strict=True)):
         raise UnsupportedError(
             f"{header.path.name}: RoPE frequency factors other than Llama 3's",
             "use the model's safetensors checkpoint",
         )
-    return {
-        "rope_theta": rope["rope_theta"],
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
+    return found
+
+
+def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
+    """Return by what each frequency of Llama 3's RoPE is divided, [head_dim / 2].
+
+    A wavelength of more than original / low positions is stretched by `factor`, one of less than original / high is
+    kept, and between them the two frequencies are mixed.
+    """
+    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
+        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
+    return factors
 
 
 def _set_token_ids(model: Any, tokenizer: Any, metadata: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _ROLES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -127,6 +126,7 @@ def splits_alike(tokenizer: Tokenizer, name: str) -> bool:
 
 
 def _rebuild(path: Path, metadata: dict[str, Any]) -> Tokenizer:
+    from gguf import TokenType
     from tokenizers import AddedToken
 
     kind = metadata.get("tokenizer.ggml.model")
@@ -148,9 +148,9 @@ def _rebuild(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or []
     for token, kind_of_token in zip(tokens, types, strict=False):  # in the order of the ids, which they keep
-        if kind_of_token in (_UNKNOWN, _CONTROL):
+        if kind_of_token in (TokenType.UNKNOWN, TokenType.CONTROL):
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind_of_token == _USER_DEFINED:
+        elif kind_of_token == TokenType.USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
     _add_ends(tokenizer, metadata, kind)
     return tokenizer

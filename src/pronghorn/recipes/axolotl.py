@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pronghorn.data.messages import WEIGHTS
@@ -81,7 +80,7 @@ _LOST = {
 }
 
 
-def convert(draft: Draft, folder: Path) -> None:
+def convert(draft: Draft) -> None:
     """Turn Axolotl's keys into a recipe's."""
     for key in ("rl", "reward_model", "process_reward_model"):
         if task := draft.take(key):

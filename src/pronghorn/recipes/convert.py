@@ -35,9 +35,9 @@ def convert(path: Path) -> tuple[str, Draft]:
     if tool not in TOOLS:
         problem = f"{path} is {'a configuration of ' + tool if tool else 'no known configuration'}"
         raise ConfigError(problem, f"give the YAML file of {' or '.join(TOOLS)}; pronghorn init writes a recipe anew")
-    draft = Draft({str(key): _unquoted(value) for key, value in table.items() if value is not None})
+    draft = Draft({str(key): _unquoted(value) for key, value in table.items() if value is not None}, path.parent)
     try:
-        TOOLS[tool](draft, path.parent)
+        TOOLS[tool](draft)
     except PronghornError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # a text where that tool has a list, and so on

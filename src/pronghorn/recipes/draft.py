@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -22,6 +23,8 @@ class Draft:
 
     given: dict[str, Any]
     """The other configuration's keys that were not looked at yet."""
+    folder: Path = Path()
+    """Where the other configuration's file lies."""
     recipe: dict[str, dict[str, Any]] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     """By our key."""

@@ -55,8 +55,8 @@ _LOST = {
 }
 
 
-def convert(draft: Draft, folder: Path) -> None:
-    """Turn LLaMA-Factory's keys into a recipe's; `folder` is the file's."""
+def convert(draft: Draft) -> None:
+    """Turn LLaMA-Factory's keys into a recipe's."""
     if "export_dir" in draft.given or "dataset" not in draft.given:
         raise ConfigError(
             f"LLaMA-Factory's configuration {'exports' if 'export_dir' in draft.given else 'names no dataset'}",
@@ -82,7 +82,7 @@ def convert(draft: Draft, folder: Path) -> None:
         draft.take("quantization_bit")
         draft.take("quantization_method")
         draft.put("model.load_in_4bit", True, "quantization_bit: 4")
-    _data(draft, folder)
+    _data(draft)
     draft.put("data.overflow", "split" if stage == "pt" else "truncate", "as cutoff_len there")
     common.hold_out(draft, "val_size")
     common.warm_up(draft)
@@ -118,10 +118,10 @@ def _names(value: Any) -> list[str]:
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
 
 
-def _data(draft: Draft, folder: Path) -> None:
+def _data(draft: Draft) -> None:
     """Take over the data sets by their entries in dataset_info.json, the template, and what is supervised."""
     place = Path(str(draft.take("dataset_dir", "data")))
-    bases = [place] if place.is_absolute() else [folder / place, place]
+    bases = [place] if place.is_absolute() else [draft.folder / place, place]
     base = next((folder for folder in bases if (folder / "dataset_info.json").is_file()), None)
     entries: dict[str, Any] = {}
     if base is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +16,7 @@ from trl import SFTConfig
 from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import processes
+from pronghorn.environment import world_size
 from pronghorn.errors import ConfigError
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.devices import parse_bytes
@@ -182,7 +182,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         ConfigError: the rows of a step can't be shared by these processes, or two have one GPU.
         UnsupportedError: GPUs without NCCL.
     """
-    processes, timeout = int(os.environ.get("WORLD_SIZE", "1")), timedelta(minutes=recipe.launch.timeout_minutes)
+    processes, timeout = world_size(), timedelta(minutes=recipe.launch.timeout_minutes)
     if processes > 1:  # here, as transformers sets no limit on CPUs, and whoever asks for the device joins the others
         check_backend(processes)
         joined = PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pronghorn.device import is_out_of_memory, processes
-from pronghorn.errors import RAN_OUT, ConfigError, MemoryRanOut, PronghornError, TrainingError, UnsupportedError
+from pronghorn.environment import restarts
+from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
@@ -96,7 +96,7 @@ class OomRetry:
                 itself; by default where there are several.
         """
         self._survived, self._before = 0, _survived()
-        self._restarts = json.loads(os.environ.get(RAN_OUT, "[]"))
+        self._restarts = restarts()
         self._alone = not (processes() > 1 if waits_for_others is None else waits_for_others)
         self._window: list[tuple[Any, _RandomState]] = []
         self._devices: list[torch.device] | None = None

@@ -18,14 +18,14 @@ from pronghorn.export.engines.openai import STEPS, OpenAIServer
 _SERVE = """
 import sys, xllamacpp
 params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.n_parallel, params.port = sys.argv[1], int(sys.argv[2]), 1, 0
+params.model.path, params.n_ctx, params.n_parallel, params.port = sys.argv[1], 2048, 1, 0
 params.verbosity, params.ui, params.warmup, params.n_gpu_layers = 0, False, False, 0
-params.cpuparams.n_threads = int(sys.argv[3])
+params.cpuparams.n_threads = 1
 params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-if len(sys.argv) > 4:
+if len(sys.argv) > 2:
     lora = xllamacpp.CommonAdapterLoraInfo()
-    lora.path, lora.scale = sys.argv[4], 1.0
+    lora.path, lora.scale = sys.argv[2], 1.0
     params.lora_adapters = [lora]
 server = xllamacpp.Server(params)
 print(server.listening_address, flush=True)
@@ -75,7 +75,7 @@ class LlamaCpp(OpenAIServer):
 
 
 @contextmanager
-def serve_gguf(file: Path, context: int = 2048, threads: int = 1, lora: Path | None = None) -> Iterator[LlamaCpp]:
+def serve_gguf(file: Path, lora: Path | None = None) -> Iterator[LlamaCpp]:
     """Serve a GGUF file on this machine's CPU while the block runs; keys and values are float32.
 
     Args:
@@ -86,7 +86,7 @@ def serve_gguf(file: Path, context: int = 2048, threads: int = 1, lora: Path | N
     """
     if not has_llama_cpp():
         raise UnsupportedError("llama.cpp is not installed", "pip install xllamacpp")
-    command = [sys.executable, "-c", _SERVE, str(file), str(context), str(threads), *([str(lora)] if lora else [])]
+    command = [sys.executable, "-c", _SERVE, str(file), *([str(lora)] if lora else [])]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as process:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pronghorn.environment import of_another_python
 from pronghorn.errors import ConfigError, PronghornError, ServerError
 from pronghorn.export.engines.http import Server
 from pronghorn.export.engines.openai import OpenAIServer
@@ -22,11 +23,6 @@ STARTS = 900.0
 _ADAPTER = "mine"
 _GUARD = '("$@"; kill -9 0) < /dev/null & cat > /dev/null; kill -9 0'
 """A shell's lines: run a command until it ends, or whoever holds the shell's input does; then end all that it began."""
-
-
-def own_environment() -> dict[str, str]:
-    """Return this process's environment without what is for its own Python, for that of vLLM's."""
-    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OMP_NUM_THREADS")}
 
 
 @contextmanager
@@ -63,7 +59,7 @@ def serve_vllm(
         options += ["--tokenizer", adapter, "--enable-lora", "--max-lora-rank", ranks]
         options += ["--served-model-name", "base", "--lora-modules", f"{_ADAPTER}={adapter}"]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port, *options]
-    environment = own_environment() | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = of_another_python() | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     guarded = ["/bin/sh", "-c", _GUARD, "sh", *map(str, command)]
     with (
         tempfile.TemporaryFile() as log,
