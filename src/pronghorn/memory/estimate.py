@@ -69,13 +69,11 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         layouts -= setup.processes > 1  # shared ones are turned for each product
         weights += 10 * rows if setup.method == "qlora" else layouts * linear + 6 * rows
     if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives
-        of_forward = 2 if setup.fp8_forward else 1
-        scales = sum(
-            e.count * (layer.hidden + 2 * e.width + (of_forward - 1) * (layer.hidden + e.width))
-            for layer in dims.layers
-            if (e := layer.experts)
-        )
-        weights += of_forward * sum(layer.expert_weights for layer in dims.layers) + 4 * scales
+        for layer in dims.layers:
+            if experts := layer.experts:
+                columns = layer.hidden + experts.width
+                columns += setup.fp8_forward * (layer.hidden + 2 * experts.width)
+                weights += (1 + setup.fp8_forward) * layer.expert_weights + 4 * experts.count * columns
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():
