@@ -49,6 +49,7 @@ def answering_run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Pat
             "chat_template": str(folder / "t.jinja"),
         },
         "train": {"output": folder / "run", "max_steps": 60, "learning_rate": 5e-3, "warmup_steps": 0},
+        "memory": {"gradient_checkpointing": False},
         "report": {"html": False},
     }
     run(Recipe.model_validate(recipe), Console(quiet=True))
