@@ -15,8 +15,11 @@ def main(arguments: list[str]) -> None:
     assert (module, name) == ("-m", "vllm.entrypoints.openai.api_server")
     if fault == "fails":
         sys.exit("No module named vllm")
+    import torch
+
     from support.served import Stub, serving, trained
 
+    torch.set_num_threads(1)  # the tests' own number does not come along
     flags = [part for part in rest if part == "--enforce-eager" or part == "--enable-lora"]
     values = [part for part in rest if part not in flags]
     told = dict(zip(values[::2], values[1::2], strict=True))
