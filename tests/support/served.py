@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from torch import Tensor
 
 from pronghorn.config import Recipe
 from pronghorn.data.rows import Conversation, Message
 from pronghorn.data.template import render
+from pronghorn.export.engine import Completion
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run
@@ -56,11 +58,33 @@ def answering_run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Pat
     return folder / "run"
 
 
+class Remembering(TransformersEngine):
+    """An engine that computes once what tests ask it again and again. Its model is never changed in place."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.known: dict[tuple[Any, ...], Any] = {}
+
+    def distribution(self, token_ids: Sequence[int]) -> Tensor:
+        key = self.model, tuple(token_ids)
+        if key not in self.known:
+            self.known[key] = super().distribution(token_ids)
+        found: Tensor = self.known[key]
+        return found
+
+    def complete(self, token_ids: Sequence[int], max_tokens: int) -> Completion:
+        key = self.model, self.tokenizer, self.stops, tuple(token_ids), max_tokens
+        if key not in self.known:
+            self.known[key] = super().complete(token_ids, max_tokens)
+        found: Completion = self.known[key]
+        return found
+
+
 def trained(folder: Path) -> TransformersEngine:
     """The model of a run or an export, as a reference."""
     session = load_chat(folder)
     model = session.models.get("trained") or session.models["model"]
-    return TransformersEngine(model, session.tokenizer, "the run", session.models.get("base"))
+    return Remembering(model, session.tokenizer, "the run", session.models.get("base"))
 
 
 @dataclass
