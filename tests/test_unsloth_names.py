@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ import pronghorn
 from pronghorn import FastLanguageModel, FastModel, SFTTrainer
 from pronghorn.chat_templates import get_chat_template, standardize_sharegpt
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from support.forked import forked
 from support.templates import with_template
 
 TURNS = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "A cat sat."}]
@@ -145,9 +148,7 @@ def test_a_notebook_s_script_runs_with_the_lines_of_the_page_changed(llama: Path
         script = script.replace(old, new)
     (tmp_path / "script.py").write_text(script)
     Dataset.from_list([{"conversations": TURNS}] * 8).to_json(tmp_path / "rows.json")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    done = forked(tmp_path, functools.partial(runpy.run_path, "script.py", run_name="__main__"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "lora_model/adapter_model.safetensors").is_file()
     assert (tmp_path / "merged/model.safetensors").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
@@ -337,7 +338,10 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     assert len({(r.workload.method, r.workload.shape, r.candidate) for r in results}) == len(results)
 
 
-def test_compiled() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A formula that torch.compile traces; its own backend builds C++ for the CPU, which takes most of a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     results = bench_ops(OpsOptions(("swiglu",), 16, "float32", 1, ("compile",)), lambda _: None, lambda _: None)
     compiled = [result for result in results if result.candidate == "compile"]
     assert len(compiled) == 2 and all(result.gate["green"] and result.timings_ms["backward"] for result in compiled)

@@ -52,6 +52,7 @@ def recipe(folder: Path, stories: Path, **changes: Any) -> Recipe:
                 "warmup_steps": 0,
                 **changes.get("train", {}),
             },
+            "memory": {"gradient_checkpointing": False},
             "report": {"html": False, **changes.get("report", {})},
         }
     )

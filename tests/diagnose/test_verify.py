@@ -146,7 +146,7 @@ def test_an_expert_that_never_trains(subject_of: Any, part: str) -> None:
     )
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_clean_full_fine_tuning_passes(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family, full=True))
@@ -154,7 +154,7 @@ def test_clean_full_fine_tuning_passes(subject_of: Any, family: str) -> None:
     assert "merged weights" not in {check.name for check in report.checks}
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_clean_bf16_passes(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family, dtype=torch.bfloat16))

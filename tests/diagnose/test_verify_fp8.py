@@ -122,6 +122,7 @@ def test_sound_products_pass(family: str, compute: str) -> None:
     assert report.ok and checks[Name.COSINE].detail.startswith("least 0.9")
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_input_gradients_in_8_bits_pass(base: str) -> None:
     report = verify(subject_of("qwen3", base, compute="fp8"))
@@ -171,6 +172,7 @@ def test_a_forgotten_scale_of_a_row() -> None:
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("side", ["forward", "backward"])
 def test_a_wrong_scale_of_one_expert(side: str) -> None:
     def with_another_scale(model: Any) -> None:

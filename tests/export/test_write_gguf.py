@@ -24,6 +24,7 @@ from pronghorn.families.gguf_spec import Part
 from pronghorn.families.registry import FAMILIES
 from pronghorn.models.gguf import ARCHITECTURES, load_gguf, read_header, reads
 from support.adapters import adapter_that_shows
+from support.byte_level import byte_level
 from support.fused import with_adapters
 from support.tiny import tiny_model
 
@@ -56,7 +57,28 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
         return model.float().eval()(input_ids=torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.matrix(1)
+def check_what_is_read_back(tokenizer: Any, family: str, changes: dict[str, Any], folder: Path) -> None:
+    """Assert that files of three kinds have the model's logits and the tokenizer's tokens, marks and template."""
+    model = tiny_model(family, vocab_size=len(tokenizer), **changes)
+    merged = save(model, tokenizer, folder / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(merged)  # a family has its own way of splitting text
+    ids, told = tokenizer(TEXT)["input_ids"], {"config": model.config, "tokenizer": tokenizer}
+    for quantisation, allowed in (("f32", 1e-5), ("f16", 2e-3), ("q8_0", 3e-2)):
+        file = write_gguf(merged, folder / f"{quantisation}.gguf", quantisation)
+        again, own = load_gguf(file, torch.float32, **({} if reads(file) else told))
+        assert own(TEXT)["input_ids"] == ids and own.chat_template == tokenizer.chat_template
+        assert own.eos_token_id == tokenizer.eos_token_id
+        exact = logits(model, ids)
+        assert (logits(again, ids) - exact).norm() <= allowed * exact.norm(), quantisation
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    tokenizer = byte_level("llama-bpe")  # a small one is written and read in no time
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    check_what_is_read_back(tokenizer, "llama", {}, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -76,21 +98,11 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
-def test_what_is_written_is_read_back(
+def test_families_and_their_vocabularies_are_read_back(
     smollm2: Path, stories: Path, tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2 if family in ARCHITECTURES else stories)  # the smaller is faster
-    model = tiny_model(family, vocab_size=len(tokenizer), **changes)
-    folder = save(model, tokenizer, tmp_path / "merged")
-    tokenizer = AutoTokenizer.from_pretrained(folder)  # a family has its own way of splitting text
-    ids, told = tokenizer(TEXT)["input_ids"], {"config": model.config, "tokenizer": tokenizer}
-    for quantisation, allowed in (("f32", 1e-5), ("f16", 2e-3), ("q8_0", 3e-2)):
-        file = write_gguf(folder, tmp_path / f"{quantisation}.gguf", quantisation)
-        again, own = load_gguf(file, torch.float32, **({} if reads(file) else told))
-        assert own(TEXT)["input_ids"] == ids and own.chat_template == tokenizer.chat_template
-        assert own.eos_token_id == tokenizer.eos_token_id
-        exact = logits(model, ids)
-        assert (logits(again, ids) - exact).norm() <= allowed * exact.norm(), quantisation
+    check_what_is_read_back(tokenizer, family, changes, tmp_path)
 
 
 def test_rows_are_written_some_at_a_time(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

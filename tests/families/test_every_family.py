@@ -41,7 +41,7 @@ def test_the_table_has_every_class_and_enough_of_them_are_run() -> None:
     assert sum(kind in ("fused", "proven generic", "unpacked only") for kind in kinds) >= 150
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("model_type", sorted(COMMITTED))
 def test_a_class_trains_as_the_table_says(model_type: str) -> None:
     if model_type not in causal_lms():

@@ -17,8 +17,9 @@ from support.marks import needs_triton
 
 
 @needs_triton
-def test_interpreted_kernels_agree_with_the_recurrence() -> None:
-    check_interpreted("delta_checks.py", tuple(CHECKS))
+@pytest.mark.parametrize("draws", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_interpreted_kernels_agree_with_the_recurrence(draws: str) -> None:
+    check_interpreted("delta_checks.py", tuple(CHECKS), draws)
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ def test_every_family(family: str, nan_memory: None) -> None:
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_fine_tuning(family: str, nan_memory: None) -> None:
-    batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
+    batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(2)]
     compare(tiny_model(family), *batches)
     compare(tiny_model(family, tie_word_embeddings=True, attention_bias=True), *batches)
 

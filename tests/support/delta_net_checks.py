@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels import causal_conv, delta_gates, gated_norm
+from support.interpreted import begin
 from support.tolerance import ThreeWay
 
 Run = Callable[..., Sequence[Tensor]]
@@ -132,8 +133,7 @@ def gates(dtype: torch.dtype, device: str) -> None:
 CHECKS = {"convolution": convolution, "norm": norm, "gates": gates}
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    begin()
     for name, check in CHECKS.items():
         for dtype in (torch.float32, torch.float16):  # the interpreter multiplies bfloat16's bits
             check(dtype, "cpu")

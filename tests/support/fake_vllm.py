@@ -11,16 +11,19 @@ TESTS = Path(__file__).parents[1]
 
 def main(arguments: list[str]) -> None:
     """Serve what the arguments name; without the adapter, or not at all, if the first one says so."""
-    from support.served import Stub, serving, trained
-
     fault, module, name, *rest = arguments
     assert (module, name) == ("-m", "vllm.entrypoints.openai.api_server")
+    if fault == "fails":
+        sys.exit("No module named vllm")
+    import torch
+
+    from support.served import Stub, serving, trained
+
+    torch.set_num_threads(1)  # the tests' own number does not come along
     flags = [part for part in rest if part == "--enforce-eager" or part == "--enable-lora"]
     values = [part for part in rest if part not in flags]
     told = dict(zip(values[::2], values[1::2], strict=True))
     assert told["--dtype"] == "float32" and int(told["--max-model-len"]) > 0
-    if fault == "fails":
-        sys.exit("No module named vllm")
     model, served = Path(told["--model"]), "tiny"
     if "--enable-lora" in flags:
         assert (model / "config.json").is_file() and int(told["--max-lora-rank"]) >= 8

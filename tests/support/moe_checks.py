@@ -20,6 +20,7 @@ from pronghorn.kernels import (
 )
 from pronghorn.kernels.quantise import quantise_rows_reference
 from pronghorn.parity.quantised import fast_sums
+from support.interpreted import begin
 from support.kernel_checks import Kernels, References, compare, random, written
 from support.tolerance import assert_three_way
 
@@ -230,8 +231,7 @@ CHECKS = {
 }
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    begin()
     for name, check in CHECKS.items():
         check("cpu", torch.float16 if name in ("grouped_gemm", "mxfp4", "grouped_fp8") else torch.float32)
         print(name, "ok", flush=True)

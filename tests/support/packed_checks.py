@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from pronghorn.kernels import fp8_blocks, nvfp4
+from support.interpreted import begin
 
 E4M3 = torch.arange(256, dtype=torch.uint8)
 """All codes."""
@@ -46,8 +47,7 @@ def check_fp8_blocks(device: str, dtype: torch.dtype) -> None:
 CHECKS = {"nvfp4": check_nvfp4, "fp8_blocks": check_fp8_blocks}
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    begin()
     for name, check in CHECKS.items():
         check("cpu", torch.float32)
         print(name, "ok", flush=True)

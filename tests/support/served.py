@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from torch import Tensor
 
 from pronghorn.config import Recipe
 from pronghorn.data.rows import Conversation, Message
 from pronghorn.data.template import render
+from pronghorn.export.engine import Completion
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run
@@ -49,17 +51,40 @@ def answering_run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Pat
             "chat_template": str(folder / "t.jinja"),
         },
         "train": {"output": folder / "run", "max_steps": 60, "learning_rate": 5e-3, "warmup_steps": 0},
+        "memory": {"gradient_checkpointing": False},
         "report": {"html": False},
     }
     run(Recipe.model_validate(recipe), Console(quiet=True))
     return folder / "run"
 
 
+class Remembering(TransformersEngine):
+    """An engine that computes once what tests ask it again and again. Its model is never changed in place."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.known: dict[tuple[Any, ...], Any] = {}
+
+    def distribution(self, token_ids: Sequence[int]) -> Tensor:
+        key = self.model, tuple(token_ids)
+        if key not in self.known:
+            self.known[key] = super().distribution(token_ids)
+        found: Tensor = self.known[key]
+        return found
+
+    def complete(self, token_ids: Sequence[int], max_tokens: int) -> Completion:
+        key = self.model, self.tokenizer, self.stops, tuple(token_ids), max_tokens
+        if key not in self.known:
+            self.known[key] = super().complete(token_ids, max_tokens)
+        found: Completion = self.known[key]
+        return found
+
+
 def trained(folder: Path) -> TransformersEngine:
     """The model of a run or an export, as a reference."""
     session = load_chat(folder)
     model = session.models.get("trained") or session.models["model"]
-    return TransformersEngine(model, session.tokenizer, "the run", session.models.get("base"))
+    return Remembering(model, session.tokenizer, "the run", session.models.get("base"))
 
 
 @dataclass
