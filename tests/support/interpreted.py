@@ -39,7 +39,9 @@ def _patch_once_a_launch() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch: Callable[[Any], Any] = interpreter._patch_lang
+    patch: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
+    if patch is None or not hasattr(getattr(interpreter, "_LangPatchScope", None), "restore"):
+        return  # another Triton: right all the same, and slower
     patched: list[object] = []
 
     def once(function: Any) -> Any:
