@@ -27,9 +27,9 @@ from transformers import AutoConfig
 from benchmarks.candidates.base import lora_model
 from benchmarks.program import parser_of, run, show
 from benchmarks.record import Facts
-from pronghorn.cli.options import grow_segments
 from pronghorn.data.batch import Collator
 from pronghorn.diagnose.shapes import SHAPES, shape_of
+from pronghorn.environment import grow_segments
 from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import CONTEXT_BYTES, MemoryModel, ModelDims, TrainSetup

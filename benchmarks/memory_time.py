@@ -27,8 +27,9 @@ from benchmarks.program import names, parser_of, run
 from benchmarks.record import Result, check_out, keeper, read_results, write_results
 from benchmarks.step import StepOptions, candidates_of, measure, prepare, recompute_label, spec_of
 from benchmarks.tables import print_results, step_table
-from pronghorn.cli.options import grow_segments, progress
+from pronghorn.cli.options import progress
 from pronghorn.diagnose.shapes import shape_of
+from pronghorn.environment import grow_segments
 from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import MemoryModel, Method, TrainSetup

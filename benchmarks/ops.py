@@ -30,8 +30,9 @@ from benchmarks.program import names, parser_of, run
 from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
 from benchmarks.tables import ops_table, print_results
 from benchmarks.timing import Clock, CudaClock, HostClock, spread
-from pronghorn.cli.options import grow_segments, progress
+from pronghorn.cli.options import progress
 from pronghorn.device import versions
+from pronghorn.environment import grow_segments
 from pronghorn.errors import ConfigError
 
 OTHERS = ("compile", "liger")

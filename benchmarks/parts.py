@@ -103,7 +103,7 @@ def one(name: str, given: argparse.Namespace, command: Command) -> dict[str, Any
 
 def main(module: str, name: str, arguments: str, result: str) -> None:
     """Measure one part and write its result."""
-    from pronghorn.cli.options import grow_segments
+    from pronghorn.environment import grow_segments
 
     grow_segments()  # as the commands do, before torch starts with the GPU
     given: Mapping[str, Any] = json.loads(Path(arguments).read_text(encoding="utf-8"))

@@ -57,8 +57,8 @@ def worker(given: Any) -> None:
     import torch
 
     from benchmarks.records import build
-    from pronghorn.cli.options import grow_segments
     from pronghorn.data.dealing import DealtRows, Share
+    from pronghorn.environment import grow_segments
     from pronghorn.memory.sharded import sharded
     from pronghorn.models.attach import attached
     from pronghorn.models.families import base_causal_lm

@@ -40,8 +40,9 @@ from benchmarks.tables import print_results, step_table
 from benchmarks.timing import by_part, spread
 from benchmarks.worker import ROOT, Worker
 from benchmarks.workload import Row, check_rows
-from pronghorn.cli.options import grow_segments, progress
+from pronghorn.cli.options import progress
 from pronghorn.diagnose.shapes import check_model, shape_of
+from pronghorn.environment import grow_segments
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import parse_bytes
 

@@ -14,7 +14,7 @@ from support.tiny import tiny_model
 
 
 def given(folder: Path, **changes: object) -> Namespace:
-    values = {"out": folder / "out.json", "name": "m", "data": folder / "gsm8k", "steps": 3, "held_out": 2}
+    values = {"out": folder / "out.json", "name": "m", "data": folder / "gsm8k", "steps": 3, "held_out": 2, "only": []}
     return Namespace(**values | {"commit": "c", "seeds": 5} | changes)
 
 
