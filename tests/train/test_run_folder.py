@@ -384,6 +384,7 @@ def test_a_hangup_saves_and_leaves_although_the_terminal_is_gone(make: Make, tmp
     process, terminal = pty.fork()
     if not process:
         try:  # the fork spares it the imports
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests may ignore it (nohup)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             app(["train", str(tmp_path / "recipe.yaml")])
         finally:
