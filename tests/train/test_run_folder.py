@@ -141,6 +141,7 @@ def test_the_report_command_writes_it_from_the_record(make: Make, tmp_path: Path
     assert CliRunner().invoke(app, ["report", str(tmp_path / "run/run.json")]).exit_code == 0
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("key", [field for field in RunRecord.__dataclass_fields__ if field != "schema"])
 def test_a_record_of_other_types_is_no_traceback(make: Make, tmp_path: Path, key: str) -> None:
     if not (tmp_path / "run.json").exists():
