@@ -61,6 +61,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 def test_a_merged_folder_is_what_transformers_writes(tmp_path: Path, family: str) -> None:
     model = adapted(family)
@@ -69,6 +70,7 @@ def test_a_merged_folder_is_what_transformers_writes(tmp_path: Path, family: str
     assert files(tmp_path / "merged") == files(tmp_path / "expected")
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 def test_shards_are_those_that_transformers_writes(tmp_path: Path, family: str) -> None:
     """All but those of fused experts: transformers keeps all parts of a layer's in one shard, larger than it may be."""

@@ -74,6 +74,7 @@ def test_other_options_replace_the_handle_and_detach_still_restores() -> None:
     assert trace(model) == before
 
 
+@pytest.mark.matrix(23)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("plan", [None, Plan.keep(), Plan.recompute()])
 @pytest.mark.parametrize("recomputing", [False, True])

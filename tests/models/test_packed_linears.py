@@ -61,6 +61,7 @@ def test_weights_are_what_was_published(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(model(ids).logits, dense(model)(ids).logits)
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("layers", ["fused", "stock"])
 @pytest.mark.parametrize(
     ("kind", "family"),
@@ -82,6 +83,7 @@ def test_training_over_packed_linears_is_training_over_their_dense_weights(
     assert sum(isinstance(p, PackedTensor) for p in packed.parameters()) == 14
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("kind", "compute"),
     [(kind, compute) for kind in KINDS for compute in ("dtype", "fp8", "fp8_both")],

@@ -104,6 +104,7 @@ def test_ids_of_the_page_are_unique_and_its_references_resolve(tmp_path: Path) -
     assert references and set(references) <= set(ids)
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("steps", [0, 1, 5, 400])
 @pytest.mark.parametrize("heldout", [(None, None), (math.nan, 2.0), (2.0, 2.5)])
 def test_page_of_any_run(tmp_path: Path, steps: int, heldout: tuple[float | None, float | None]) -> None:

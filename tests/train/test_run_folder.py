@@ -141,6 +141,7 @@ def test_the_report_command_writes_it_from_the_record(make: Make, tmp_path: Path
     assert CliRunner().invoke(app, ["report", str(tmp_path / "run/run.json")]).exit_code == 0
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("key", [field for field in RunRecord.__dataclass_fields__ if field != "schema"])
 def test_a_record_of_other_types_is_no_traceback(make: Make, tmp_path: Path, key: str) -> None:
     if not (tmp_path / "run.json").exists():
@@ -384,6 +385,7 @@ def test_a_hangup_saves_and_leaves_although_the_terminal_is_gone(make: Make, tmp
     process, terminal = pty.fork()
     if not process:
         try:  # the fork spares it the imports
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests may ignore it (nohup)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             app(["train", str(tmp_path / "recipe.yaml")])
         finally:
