@@ -225,6 +225,14 @@ def test_8_bits_keep_a_gradients_direction_where_bf16s_error_leaves_one(
     assert verdict["green"] == green and (green or "cosine to float32's is below 0.98" in verdict["reasons"][0])
 
 
+@pytest.mark.parametrize(("dtype", "green"), [("fp8", False), ("fp8_both", True)])
+def test_a_forward_in_16_bits_has_their_loss(dtype: str, green: bool) -> None:
+    reference = Reference(2.0, 1.0, (2.0,), ("w",), plain_error=0.002, plain_errors={"w": 0.002}, gradients="")
+    found = {"dtype": dtype, "loss": 2.01, "grad_norm": 1.0, "document_losses": {}, "isolation": None, "cosines": {}}
+    found |= {"gradient_error": 0.02, "gradient_errors": {"w": 0.02}, "trained": ["w"], "dead": [], "unmoved": []}
+    assert judge(found, reference)["green"] is green
+
+
 def test_nan_fails_every_comparison(spec: Spec, row: Row, reference: Reference) -> None:
     def plant(built: Built) -> None:
         with torch.no_grad():
