@@ -228,7 +228,14 @@ def test_8_bits_keep_a_gradients_direction_where_bf16s_error_leaves_one(
 @pytest.mark.parametrize(("dtype", "green"), [("fp8", False), ("fp8_both", True)])
 def test_a_forward_in_16_bits_has_their_loss(dtype: str, green: bool) -> None:
     reference = Reference(2.0, 1.0, (2.0,), ("w",), plain_error=0.002, plain_errors={"w": 0.002}, gradients="")
-    found = {"dtype": dtype, "loss": 2.01, "grad_norm": 1.0, "document_losses": {}, "isolation": None, "cosines": {}}
+    found = {
+        "dtype": dtype,
+        "loss": 2.01,
+        "grad_norm": 1.0,
+        "document_losses": {},
+        "isolation": None,
+        "cosines": {"w": 0.99},
+    }
     found |= {"gradient_error": 0.02, "gradient_errors": {"w": 0.02}, "trained": ["w"], "dead": [], "unmoved": []}
     assert judge(found, reference)["green"] is green
 
