@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pronghorn.parity.own_code import own_code
+from pronghorn.parity.own_code import _unwrapped, own_code
 from support.tiny import DELTA_FAMILIES, tiny_model
 
 FLA = {
@@ -24,7 +24,7 @@ def chunk_gated_delta_rule(q, k, v, g, beta, **kwargs):
 
 PROGRAM = """
 import torch
-from pronghorn.parity.own_code import own_code
+from pronghorn.parity.own_code import _unwrapped, own_code
 from support.tiny import tiny_model
 torch.set_num_threads(1)  # as in tests
 ids, found = torch.arange(3, 43)[None], {}
@@ -65,3 +65,22 @@ def test_classes_come_back() -> None:
         assert [type(module) for module in model.modules()] != before
         raise ValueError("inside")
     assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("family", sorted(DELTA_FAMILIES))
+def test_a_model_in_float64_computes_the_delta_rule_in_float64(family: str) -> None:
+    """A chunk at a time and token by token are the same numbers then, and not only to float32's rounding."""
+    net = next(each for each in tiny_model(family).double().modules() if type(each).__name__.endswith("GatedDeltaNet"))
+    members = _unwrapped(type(net))["forward"].__globals__
+    rules = [members[name] for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 70, 4, 16, dtype=torch.float64, generator=generator) for _ in range(3))
+    g, beta = -torch.rand(1, 70, 4, generator=generator), torch.rand(1, 70, 4, generator=generator)
+    options = {"g": g.double(), "beta": beta.double(), "initial_state": None, "output_final_state": False}
+    for dtype, most in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
+        given = {name: x.to(dtype) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        chunks, tokens = (
+            rule(q.to(dtype), k.to(dtype), v.to(dtype), use_qk_l2norm_in_kernel=True, **given)[0] for rule in rules
+        )
+        assert chunks.dtype is tokens.dtype is dtype
+        assert 0 < (chunks - tokens).abs().max() < most

@@ -2,18 +2,20 @@
 
 In the place of its own functions transformers calls those of fla-core, causal-conv1d or mamba-ssm where they can be
 imported. They take tensors of a GPU only, round otherwise, and some versions refuse (fla-core on Hopper with a Triton
-before 3.7.1, whose results are wrong). What others are judged by must not depend on them.
+before 3.7.1, whose results are wrong). What others are judged by must not depend on them. transformers' own round to
+float32 inside, which a reference in float64 must not do.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pronghorn.layers.subclass import own_class, subclass
 
@@ -41,13 +43,37 @@ def _unwrapped(own: type) -> dict[str, Any]:
         if not isinstance(method, types.FunctionType):
             continue
         called = {each: method.__globals__[each] for each in method.__code__.co_names if each in method.__globals__}
-        plain = {each: inspect.unwrap(f) for each, f in called.items() if _stands_for_another(f)}
+        plain = {each: _own(f) for each, f in called.items() if _stands_for_another(f)}
         if plain:
             members[name] = types.FunctionType(
                 method.__code__, method.__globals__ | plain, name, method.__defaults__, method.__closure__
             )
             members[name].__kwdefaults__ = method.__kwdefaults__
     return members
+
+
+class _InFloat64:
+    """torch, with float64 where it says float32."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _own(function: Any) -> Callable[..., Any]:
+    """Return transformers' own function, which a choice wraps. Given float64 it computes in float64 throughout."""
+    plain: Any = inspect.unwrap(function)
+    wide = types.FunctionType(
+        plain.__code__, plain.__globals__ | {"torch": _InFloat64()}, None, plain.__defaults__, plain.__closure__
+    )
+    wide.__kwdefaults__ = plain.__kwdefaults__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        return (wide if any(each.dtype is torch.float64 for each in given) else plain)(*args, **kwargs)
+
+    return call
 
 
 def _stands_for_another(function: Any) -> bool:
