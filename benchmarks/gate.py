@@ -74,6 +74,7 @@ TOLERANCES = {
         isolation=Rule(0.0, 1e-5),
     ),
 }
+TOLERANCES["fp8_exact"] = TOLERANCES["fp8_both"]
 # Input gradients alone: losses are bfloat16's.
 TOLERANCES["fp8"] = replace(
     TOLERANCES["fp8_both"], loss=TOLERANCES["bfloat16"].loss, document_loss=TOLERANCES["bfloat16"].document_loss
@@ -125,10 +126,10 @@ def measure(
     first_step_s += time.perf_counter() - start
     unmoved = [name for name, p in parameters.items() if torch.equal(before[name], p.detach().cpu())]
     optimizer.zero_grad()
-    computes = {"fp8": "fp8", "fp8_both": "fp8_both", "fp8_exact": "fp8_both"}
+    compute = spec.switches.get("compute", "dtype")
     of_dtype = "bfloat16" if device().type == "cuda" else "float32"
     return {
-        "dtype": computes.get(spec.switches.get("compute", "dtype"), of_dtype),
+        "dtype": of_dtype if compute == "dtype" else compute,
         "cosines": cosines,
         "loss": loss.item(),
         "grad_norm": torch.tensor(list(norms.values()), dtype=torch.float64).norm().item(),
@@ -167,7 +168,7 @@ def judge(measured: Mapping[str, Any], reference: Reference) -> dict[str, Any]:
         what = f"{listed(wrong)}: gradient is off, the first"
         check(what, errors[wrong[0]], allowed.tensor, reference.plain_errors[wrong[0]])
     cosines = measured["cosines"]
-    if measured["dtype"] in ("fp8", "fp8_both"):
+    if measured["dtype"].startswith("fp8"):
         judged = [name for name in cosines if limits[name] < math.sqrt(1 - COSINE**2)]
         turned = [name for name in judged if not cosines[name] >= COSINE]
         if turned:

@@ -57,7 +57,7 @@ def restarts() -> list[dict[str, Any]]:
     return events
 
 
-def check_place() -> None:
+def check_distributed() -> None:
     """Refuse variables of torch.distributed that are no numbers, or left over from another program: torch would
     read them while training is built."""
     for name in _NUMBERS:
@@ -98,7 +98,7 @@ def join_slurm() -> None:
     }
 
 
-def of_process(count: int, rank: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
+def environment_of_process(count: int, rank: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of one of `count` processes on this machine, which meet at a port."""
     return {
         **os.environ,
@@ -113,7 +113,7 @@ def of_process(count: int, rank: int, port: int, more: Mapping[str, str]) -> dic
     }
 
 
-def of_another_python() -> dict[str, str]:
+def environment_of_another_python() -> dict[str, str]:
     """Return this process's environment without what is for its own Python."""
     return {key: value for key, value in os.environ.items() if key not in _OWN_PYTHON}
 
@@ -131,6 +131,6 @@ def stay_quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
-def tokenize_alone() -> None:
+def tokenize_in_one_thread() -> None:
     """Let tokenizers use one thread of this process, which is one of as many as there are cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

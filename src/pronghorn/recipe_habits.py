@@ -215,7 +215,7 @@ INSTEAD = {
     **dict.fromkeys([("precision.dtype", name) for name in ("mixed", "amp")], ("", "leave it out, or set bfloat16")),
     **dict.fromkeys(
         [("precision.dtype", name) for name in ("fp8", "int8", "float8")],
-        ("", "leave it out, and set precision.compute: fp8, which multiplies in 8 bits"),
+        ("", "leave it out, and set precision.compute: fp8, which multiplies input gradients in 8 bits"),
     ),
     **dict.fromkeys(
         [("precision.compute", name) for name in ("bf16", "fp16")], ("", "leave it out: it is the default")

@@ -47,7 +47,7 @@ _INSTEAD = {
     "quantization_config": "load_in_4bit=True quantises to NF4; leave it out",
     "torch_dtype": "give it as dtype",
     "load_in_8bit": "load_in_4bit=True, or leave it out for 16 bits",
-    "load_in_fp8": "compute='fp8' multiplies in 8 bits; the weights stay in 16",
+    "load_in_fp8": "compute='fp8' multiplies input gradients in 8 bits, 'fp8_both' all; weights stay in 16",
     "local_files_only": "set HF_HUB_OFFLINE=1 in the environment, or give the model's folder",
     "max_lora_rank": "leave it out: it is vLLM's",
     "push_to_hub": "save to a folder, then `hf upload OWNER/NAME FOLDER`",

@@ -21,7 +21,7 @@ from pronghorn.config import Recipe
 from pronghorn.diagnose.export_run import export_run
 from pronghorn.diagnose.served import compare_served
 from pronghorn.diagnose.verify_reference import perturb
-from pronghorn.environment import of_another_python
+from pronghorn.environment import environment_of_another_python
 from pronghorn.export.adapter_layouts import write_served_adapter
 from pronghorn.export.comparison import Cause, Comparison, Name
 from pronghorn.export.engines.openai import OpenAIServer
@@ -118,7 +118,7 @@ def test_vllm_holds_what_merging_adds_to_each_expert(
     save_merged(model, None, tmp_path / "merged", dtype=torch.float32)
     (tmp_path / "holds.py").write_text(HOLDS)
     paths = [str(tmp_path / name) for name in ("holds.py", "base", "adapter", "held")]
-    subprocess.run([str(vllm), *paths], env=of_another_python(), check=True)
+    subprocess.run([str(vllm), *paths], env=environment_of_another_python(), check=True)
     base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
     held = torch.load(tmp_path / "held")
     assert len(held) == model.config.num_hidden_layers

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.processes import leave_error
-from pronghorn.environment import check_place
+from pronghorn.environment import check_distributed
 from pronghorn.errors import PronghornError, RunStopped
 from pronghorn.text import clip
 
@@ -39,7 +39,7 @@ def plain_errors(debug: bool) -> Iterator[None]:
             if not debug:
                 warnings.simplefilter("ignore", FutureWarning)
                 warnings.simplefilter("ignore", DeprecationWarning)
-            check_place()
+            check_distributed()
             yield
     except RunStopped as stop:
         _stderr().print(f"{escape(stop.problem)}; {escape(stop.remedy)}.")

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pronghorn.environment import ERROR_FILE, RAN_OUT, error_file, of_process
+from pronghorn.environment import ERROR_FILE, RAN_OUT, environment_of_process, error_file
 from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, TrainingError
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class _Group:
         """When each was last seen to run."""
         port = _free_port()
         for rank in range(count):
-            own = of_process(count, rank, port, {**environment, ERROR_FILE: str(self._error_file(rank))})
+            own = environment_of_process(count, rank, port, {**environment, ERROR_FILE: str(self._error_file(rank))})
             with self._log(rank).open("wb") as log:
                 quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": log}
                 line = [sys.executable, "-m", "pronghorn", *command]

@@ -25,7 +25,7 @@ from pronghorn.data.control_tokens import Rule
 from pronghorn.data.labels import VERIFIED_ROWS, LossOn, label_rows
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import Row
-from pronghorn.environment import tokenize_alone
+from pronghorn.environment import tokenize_in_one_thread
 from pronghorn.errors import DataError, TrainingError
 from pronghorn.state import check_file, digest, new_file, read_json, write_json
 
@@ -188,7 +188,7 @@ _worker: list[Tokenising] = []
 
 
 def _begin(how: Tokenising) -> None:
-    tokenize_alone()
+    tokenize_in_one_thread()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the run's own one decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.freeze()

@@ -127,7 +127,7 @@ def products(compared: list[Distance], expected: int, compute: Compute) -> Check
     """Check what each of so many weights' products in 8 bits give, forward and backward, for the same random rows."""
     wrong = [each.name for each in compared if not each.excess <= 1]
     worst = max(compared, key=lambda each: each.excess, default=None)
-    absent = expected - len(compared) // (2 if compute.is_forward else 1)
+    absent = expected - len(compared) // (2 if compute.forward_in_fp8 else 1)
     detail = f"off: {listed(wrong)}" if wrong else f"{absent} of {expected} are not in 8 bits"
     if not wrong and not absent:
         detail = f"{expected} of frozen weights" if worst else "none: layers aren't fused, or nothing in them is frozen"

@@ -120,7 +120,7 @@ class FusedLayers:
         if weight.is_meta:
             return
         dtype = products_dtype(weight)
-        if self.builder.compute.is_forward:  # the codes multiply, which are made where layers are built
+        if self.builder.compute.forward_in_fp8:  # the codes multiply, which are made where layers are built
             self._merged = True
             return
         for layer in self._own_layers():

@@ -90,7 +90,7 @@ class ExpertStorage:
             weights = tuple(getattr(self.module, name) for name in (self._kind.gate_up, self._kind.down))
             transposed: Any = self.module.is_transposed
             gate_up, down = (
-                FP8Experts.of(weight if transposed else weight.mT, compute is Compute.FP8_EXACT, compute.is_forward)
+                FP8Experts.of(weight if transposed else weight.mT, compute is Compute.FP8_EXACT, compute.forward_in_fp8)
                 for weight in weights
             )
             self._made = self._state(), LentCodes(self.module, weights, (gate_up, down))

@@ -66,7 +66,7 @@ class FusedLinear:
         """Trained weights that other processes share, and whose 16 bits are gathered."""
         # rows of A that lie below W, so that dx is one product: [dy, s · dy B] [W; A]
         below = 0 if self.in_fp8 else storage.rank_below(dtype)
-        if self.in_fp8 and compute.is_forward:
+        if self.in_fp8 and compute.forward_in_fp8:
             self.source: WeightSource = _fp8_source(storage, compute)
         else:
             self.source = self._source(storage, below)
@@ -217,4 +217,4 @@ def _fp8_source(storage: GroupStorage, compute: Compute) -> CodesSource:
     exact = compute is Compute.FP8_EXACT
     if is_4bit(base_of(storage.linears[0])):
         return NF4CodesSource([base_of(linear).weight for linear in storage.linears], exact)
-    return FP8Source(storage.codes(compute.is_forward), exact)
+    return FP8Source(storage.codes(compute.forward_in_fp8), exact)

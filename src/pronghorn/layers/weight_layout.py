@@ -77,7 +77,8 @@ class GroupStorage:
         Args:
             forward: codes are wanted for the forward's product, too.
         """
-        if self._codes is None or self._codes[0] != self._state() or (self._codes[1].codes is None) is forward:
+        of_forward = self._codes is not None and self._codes[1].codes is not None
+        if self._codes is None or self._codes[0] != self._state() or of_forward != forward:
             self._codes = None  # freed before the others are made
             weights = self._weights()
             if all(map(has_own_codes, weights)):

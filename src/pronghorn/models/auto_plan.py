@@ -182,7 +182,7 @@ def setup_of(
         expert_rank=max((max(wrapper.r.values()) for wrapper in experts.wrappers(base)), default=0),
         itemsize=(autocast or embeddings.dtype).itemsize,
         fp8=fp8,
-        fp8_forward=handle is None or not handle.options.compute.is_fp8 or handle.options.compute.is_forward,
+        fp8_forward=handle is None or handle.options.compute.forward_in_fp8,
         fp8_experts=fp8_experts,
         expert_bytes=experts.packed_bytes(base),
         linear_bytes=_bytes_a_number(weights) if packed else None,

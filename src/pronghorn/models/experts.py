@@ -67,13 +67,12 @@ class ExpertLayers:
         products = f"products by {way}"
         adapted = list(wrappers(self.model))
         if compute.is_fp8 and self._fold_reason(adapted) is None:
-            by, why_fp8 = choose_fp8(weights(module)[0].device, dtype, _sizes(module))
-            in_fp8 = f"products in FP8 by {by}"
-            products, why = (
-                (in_fp8, why_fp8)
-                if compute.is_forward
-                else (f"forward {products}, input gradients' {in_fp8}", f"{why}; in FP8: {why_fp8}")
-            )
+            way, why_fp8 = choose_fp8(weights(module)[0].device, dtype, _sizes(module))
+            in_fp8 = f"products in FP8 by {way}"
+            if compute.forward_in_fp8:
+                products, why = in_fp8, why_fp8
+            else:
+                products, why = f"forward {products}, input gradients' {in_fp8}", f"{why}; in FP8: {why_fp8}"
         lines = [("experts", f"routed once, {products}", why)]
         if adapted:
             folds = self._fold_reason(adapted)

@@ -171,7 +171,7 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
     in_fp8, products = layers.in_fp8()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
-    if not compute.is_forward:
+    if not compute.forward_in_fp8:
         path = f"{path}, for input gradients; the forward in the model's dtype"
     multiplied = [base for bases in layers.fp8_products(queries_of(handle.model, autocast)[0].dtype) for base in bases]
     of_products = [base.weight for base in multiplied if isinstance(base.weight, PackedTensor)]

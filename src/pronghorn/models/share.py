@@ -32,7 +32,7 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
         model: a causal LM, on the CPU or on `device`. A 4-bit one must be on `device`.
         compute: in what frozen weights will multiply: of those in 8 bits only what these products read is kept.
     """
-    _check(compute)
+    _refuse_codes_beside_weights(compute)
     base = base_causal_lm(model)
     full = not hasattr(model, "peft_config")
     shared = sharded(base)
@@ -80,7 +80,7 @@ class SharedLoading:
     """
 
     def __init__(self, device: torch.device, trained: bool = False, compute: Compute = Compute.DTYPE) -> None:
-        _check(compute)
+        _refuse_codes_beside_weights(compute)
         self.device, self._trained, self._compute = device, trained, compute
         self._model: Any = None
         self._shared: ShardedLayers | None = None
@@ -144,13 +144,13 @@ def _groups(
     return weight_groups(layer, merged, elsewhere, trained)
 
 
-def _check(compute: Compute) -> None:
-    """Refuse codes that lie beside the weights.
+def _refuse_codes_beside_weights(compute: Compute) -> None:
+    """Refuse a compute whose codes lie beside the weights.
 
     Raises:
         UnsupportedError: only input gradients multiply in 8 bits.
     """
-    if compute.is_fp8 and not compute.is_forward:
+    if compute.is_fp8 and not compute.forward_in_fp8:
         raise UnsupportedError(
             f"compute = '{compute}' for layers whose weights processes share: the forward needs their 16 bits as well",
             "use precision.compute: fp8_both, whose codes are all that is kept, or launch.strategy: copies",

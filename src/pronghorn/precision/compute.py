@@ -39,7 +39,7 @@ class Compute(StrEnum):
         return self is not Compute.DTYPE
 
     @property
-    def is_forward(self) -> bool:
+    def forward_in_fp8(self) -> bool:
         """Whether products of the forward pass are in 8 bits."""
         return self in (Compute.FP8_BOTH, Compute.FP8_EXACT)
 

@@ -52,6 +52,14 @@ class FP8Weight:
         return cls(codes if forward else None, scales, transposed(codes))
 
     @property
+    def width(self) -> int:
+        """K."""
+        if self.kept_across is not None:
+            return len(self.kept_across)
+        assert self.codes is not None
+        return self.codes.shape[1]
+
+    @property
     def across(self) -> Tensor:
         """Return the codes as [K, N]."""
         if self.kept_across is None:
@@ -146,9 +154,7 @@ class FP8Source(CodesSource):
     """W in 8 bits, resident in both layouts, or gathered and turned."""
 
     def __init__(self, weight: FP8Weight, exact: bool) -> None:
-        some = weight.codes if weight.kept_across is None else weight.kept_across.t()
-        assert some is not None
-        super().__init__(weight.scales, weight.columns, some.shape[1], exact)
+        super().__init__(weight.scales, weight.columns, weight.width, exact)
         self.weight = weight
 
     def codes(self, across: bool) -> Tensor:
@@ -186,7 +192,7 @@ class BackwardSource(WeightSource):
     """W as codes for input gradients alone: the forward multiplies it as it is.
 
     Args:
-        plain: gives the forward, and has no room for LoRA's A.
+        plain: gives the forward.
         coded: gives the input gradient.
     """
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pronghorn.environment import of_another_python
+from pronghorn.environment import environment_of_another_python
 from pronghorn.errors import ConfigError, PronghornError, ServerError
 from pronghorn.export.engines.http import Server
 from pronghorn.export.engines.openai import OpenAIServer
@@ -59,7 +59,7 @@ def serve_vllm(
         options += ["--tokenizer", adapter, "--enable-lora", "--max-lora-rank", ranks]
         options += ["--served-model-name", "base", "--lora-modules", f"{_ADAPTER}={adapter}"]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port, *options]
-    environment = of_another_python() | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = environment_of_another_python() | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     guarded = ["/bin/sh", "-c", _GUARD, "sh", *map(str, command)]
     with (
         tempfile.TemporaryFile() as log,
