@@ -129,7 +129,7 @@ class PaddedBatches:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether a config.json's layers have experts."""
-    return "num_experts" in config or "num_local_experts" in config
+    return bool(config.get("num_experts") or config.get("num_local_experts"))  # Gemma 4's dense models say null
 
 
 def set_adapters(model: Any, seed: int) -> None:
