@@ -35,9 +35,11 @@ SWEPT = {
     "output": [Tile(c, w, 1) for c in (32, 64, 128) for w in (4, 8)],
     "direct": [Tile(c, w, 1) for c in (32, 64, 128) for w in (4, 8)],
     "state gradients": [Tile(c, w, s) for c in (16, 32, 64) for w in (4, 8) for s in (1, 2)],
-    "gradients": [Tile(c, w, s) for c in (16, 32, 64) for w in (4, 8) for s in (1, 2)],
+    "inner": [Tile(c, w, 1) for c in (32, 64, 128) for w in (4, 8)],
+    "query gradients": [Tile(c, w, 1) for c in (32, 64, 128) for w in (4, 8)],
+    "key gradients": [Tile(c, w, 1) for c in (32, 64, 128) for w in (4, 8)],
 }
-KERNELS = dict(zip(SWEPT, ("_prepare", "_states", "_output", "_direct", "_state_gradients", "_gradients"), strict=True))
+KERNELS = {name: "_" + name.replace(" ", "_") for name in SWEPT}
 
 
 def inputs(lengths: Sequence[int]) -> tuple[list[Tensor], Tensor, Chunks]:

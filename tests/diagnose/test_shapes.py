@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.diagnose.shapes import SHAPES, byte_tokenizer, checkpoint_of, lognormal_length, random_documents
+from pronghorn.diagnose.shapes import (
+    SHAPES,
+    byte_tokenizer,
+    checkpoint_of,
+    lognormal_length,
+    random_documents,
+    write_checkpoint,
+)
 
 
 def test_random_documents_fill_the_row_and_end_in_labels() -> None:
@@ -56,6 +63,17 @@ def test_a_checkpoint_is_written_once_and_loads_with_its_tokenizer(tmp_path: Pat
     assert [getattr(t, f"{name}_token_id") for t, name in special] == [0, 1, 2]
     assert [getattr(model.config, f"{name}_token_id") for _, name in special] == [0, 1, 2]
     assert tokenizer.decode(tokenizer("Größe, 大小").input_ids) == "Größe, 大小"
+
+
+def test_scores_that_a_family_does_not_scale_have_a_deviation_of_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    few = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    narrow = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_attention_heads": 2}
+    write_checkpoint(SHAPES["Gemma-4-12B"] | few | narrow | {"num_key_value_heads": 1}, tmp_path, 0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    norms = [layer.self_attn.q_norm.weight for layer in model.model.layers]
+    assert [(norm.shape[0], set(norm.tolist())) for norm in norms] == [(256, {256**-0.5}), (512, {0.044189453125})]
 
 
 def test_processes_that_write_checkpoints_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

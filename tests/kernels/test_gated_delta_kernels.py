@@ -113,9 +113,11 @@ RULE = {
     "output": gated_delta_forward._output,
     "direct": gated_delta_backward._direct,
     "state gradients": gated_delta_backward._state_gradients,
-    "gradients": gated_delta_backward._gradients,
+    "inner": gated_delta_backward._inner,
+    "query gradients": gated_delta_backward._query_gradients,
+    "key gradients": gated_delta_backward._key_gradients,
 }
-WIDE = {"g_ptr", "dg_ptr", "sums_ptr", "q_unit_ptr", "k_unit_ptr"}
+WIDE = {"g_ptr", "dg_ptr", "sums_ptr", "q_unit_ptr", "k_unit_ptr", "db_inner_ptr", "dbeta_inner_ptr"}
 
 
 def shared_bytes(name: str, dtype: str, capability: int, tile: gated_delta_forward.Tile) -> int:

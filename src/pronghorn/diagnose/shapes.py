@@ -193,7 +193,11 @@ def checkpoint_of(model: str, folder: Path, seed: int) -> Path:
 
 
 def write_checkpoint(shape: dict[str, Any], folder: Path, seed: int) -> None:
-    """Write bf16 weights (matrices N(0, 0.02²), sinks N(0, 1), biases 0, norms 1), config and byte-level tokenizer."""
+    """Write bf16 weights, config and byte-level tokenizer.
+
+    Matrices are N(0, 0.02²), sinks N(0, 1), biases 0, norms 1. Where a family doesn't scale its attention's scores, its
+    queries' norms do, as trained ones do: else softmax chooses one token each, and rounding decides which.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -210,6 +214,9 @@ def write_checkpoint(shape: dict[str, Any], folder: Path, seed: int) -> None:
                 parameter.normal_(0, 1, generator=generator)
             elif name.endswith("bias"):
                 parameter.zero_()
+        for module in model.modules():
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+                module.q_norm.weight.fill_(module.head_dim**-0.5)
     model.generation_config.pad_token_id = PAD
     model.save_pretrained(folder)
     byte_tokenizer(config.max_position_embeddings).save_pretrained(folder)

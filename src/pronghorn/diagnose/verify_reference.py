@@ -34,6 +34,7 @@ from pronghorn.models.experts import refusal
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.probe import Isolation, long_lengths, probe
 from pronghorn.parity.distance import Distance
+from pronghorn.parity.own_code import own_code
 from pronghorn.parity.parameters import canonical, trainable
 from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.parity.quantised_experts import compared_experts, quantised_experts
@@ -306,7 +307,7 @@ class Run:
         without_dropout(again)
         there = {canonical(name): p for name, p in again.named_parameters()}
         differ = [n for n, p in trained.items() if n not in there or not torch.equal(there[n].detach().cpu(), p)]
-        with torch.no_grad(), self._autocast(), self._in_8_bits(again):
+        with torch.no_grad(), self._autocast(), own_code(again), self._in_8_bits(again):
             passed = accumulate(again, self.subject.documents, self.subject.n_labels, self.positions)
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
         return logits, differ

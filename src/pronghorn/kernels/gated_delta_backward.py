@@ -1,4 +1,4 @@
-"""The gated delta rule's backward in Triton: three kernels, without atomics.
+"""The gated delta rule's backward in Triton: five kernels, without atomics.
 
 With the names of `kernels.gated_delta`, Tm = (I + A)⁻¹, P = q kᵀ ∘ D, do' = scale · do, dS the gradient of the state at
 a chunk's end, and X' the next chunk's X:
@@ -11,7 +11,9 @@ a chunk's end, and X' the next chunk's X:
 
 db is the sum over rows less the sum over columns of dA ∘ A + dP ∘ P, and what the factors exp(b), exp(b_L − b) and
 exp(b_L) receive; dg sums it from the chunk's end. `_direct` computes Pᵀ do' by chunk, `_state_gradients` dN and dS from
-a document's last chunk to its first, `_gradients` the rest by chunk and key head, over the value heads it serves.
+a document's last chunk to its first, `_inner` y, dv and what tokens of a chunk give each other,
+`_query_gradients` dq and `_key_gradients` the rest, by chunk and key head over the value heads it serves. As one kernel
+the last three spill a thousand bytes a thread.
 """
 
 from __future__ import annotations
@@ -23,8 +25,14 @@ from pronghorn.chunks import CHUNK, Chunks
 from pronghorn.kernels.gated_delta_forward import Saved, Tile, decays, dot, fit
 from pronghorn.kernels.launch import cdiv, launch, tl, triton
 
-TILES = {"direct": Tile(64, 4, 1), "state gradients": Tile(32, 4, 2), "gradients": Tile(32, 8, 1)}
-NARROW = {"state gradients": Tile(16, 4, 1), "gradients": Tile(16, 8, 1)}
+TILES = {
+    "direct": Tile(64, 4, 1),
+    "state gradients": Tile(32, 4, 2),
+    "inner": Tile(64, 4, 1),
+    "query gradients": Tile(64, 4, 1),
+    "key gradients": Tile(64, 8, 1),
+}
+NARROW = {"state gradients": Tile(16, 4, 1), "inner": Tile(16, 4, 1)}
 """As `gated_delta_forward.NARROW`."""
 
 
@@ -108,7 +116,7 @@ def _state_gradients(
 
 
 @triton.jit
-def _gradients(
+def _inner(
     q_ptr, k_ptr,  # [T, H_k, DK]
     v_ptr,  # [T, H, DV]
     beta_ptr,  # [T, H]
@@ -116,17 +124,133 @@ def _gradients(
     inverse_ptr,  # Tm [T, H, L]
     sums_ptr,  # float32 [T, H]
     q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
-    states_ptr,  # [chunks, H, DK, DV]
-    dn_ptr,  # [T, H, DV]
-    ds_ptr,  # dS' [chunks, H, DK, DV]
     chunks_ptr,  # int32 [chunks, 2]: first token, length
-    dq_ptr, dk_ptr,  # [T, H_k, DK]
+    y_ptr,  # [T, H, DV]: dN, and then y
     dv_ptr,  # [T, H, DV]
-    dg_ptr, dbeta_ptr,  # [T, H]
+    to_q_ptr, q_to_k_ptr, k_to_k_ptr,  # [T, H, L]: what multiplies k in dq, q in dk (transposed), k in dk
+    db_inner_ptr, dbeta_inner_ptr,  # float32 [T, H]
     q_row, q_head, k_row, k_head, v_row, v_head, scale,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write dq and dk of one chunk and key head, and dv, dg and dβ of its value heads."""
+    """Write y over dN, dv, and what the products inside a chunk give: of one chunk and value head."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    if length == 0:
+        return
+    rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
+    start = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    token, inside = start + rows, rows < length
+    whole = inside[:, None]
+    beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
+    square = (token[:, None] * H + head) * L + rows[None, :]
+    inverse = tl.load(inverse_ptr + square, mask=whole, other=0.0)
+    da = tl.zeros((L, L), tl.float32)
+    dp = tl.zeros((L, L), tl.float32)
+    dbeta = tl.zeros((L,), tl.float32)
+    for first in range(0, DV, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        at = (token[:, None] * H + head) * DV + columns[None, :]
+        do = tl.load(do_ptr + at, mask=whole, other=0.0)
+        new = tl.load(new_ptr + at, mask=whole, other=0.0)
+        dn = tl.load(y_ptr + at, mask=whole, other=0.0)
+        v = tl.load(v_ptr + token[:, None] * v_row + head * v_head + columns[None, :], mask=whole, other=0.0)
+        # y = Tmᵀ dN, dv = β y, and what it gives to β, A and P
+        y = dot(tl.trans(inverse), dn)
+        tl.store(dv_ptr + at, (y * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=whole)
+        dbeta += tl.sum(y * v.to(tl.float32), 1)
+        y = y.to(inverse.dtype)
+        tl.store(y_ptr + at, y, mask=whole)
+        da -= dot(y, tl.trans(new))
+        dp += dot(do, tl.trans(new))
+    q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
+    k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
+    q_unit = tl.load(q_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+    k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+    b = tl.load(sums_ptr + token * H + head, mask=inside, other=tl.load(sums_ptr + (start + length - 1) * H + head))
+    decay = decays(b, L)
+    da = tl.where(rows[:, None] > rows[None, :], da * decay, 0.0)  # from here on dA ∘ D and dP ∘ D
+    dp = tl.where(rows[:, None] >= rows[None, :], dp * decay, 0.0) * scale
+    # db: rows less columns of dA ∘ A + dP ∘ P
+    kk = dot(k, tl.trans(k)) * k_unit[:, None] * k_unit[None, :] * da
+    dbeta += tl.sum(kk, 1)
+    both = kk * beta[:, None] + dot(q, tl.trans(k)) * q_unit[:, None] * k_unit[None, :] * dp
+    tl.store(db_inner_ptr + token * H + head, tl.sum(both, 1) - tl.sum(both, 0), mask=inside)
+    tl.store(dbeta_inner_ptr + token * H + head, dbeta, mask=inside)
+    # dP ∘ D, dP ∘ D and X + Xᵀ, with the factors of the operand that they multiply
+    da = da * beta[:, None]
+    dtype = to_q_ptr.dtype.element_ty
+    tl.store(to_q_ptr + square, (dp * k_unit[None, :]).to(dtype), mask=whole)
+    tl.store(q_to_k_ptr + square, (dp * q_unit[:, None]).to(dtype), mask=whole)
+    tl.store(k_to_k_ptr + square, ((da + tl.trans(da)) * k_unit[None, :]).to(dtype), mask=whole)
+
+
+@triton.jit
+def _query_gradients(
+    q_ptr, k_ptr,  # [T, H_k, DK]
+    do_ptr,  # [T, H, DV]
+    sums_ptr,  # float32 [T, H]
+    q_unit_ptr,  # float32 [T, H_k]
+    states_ptr,  # [chunks, H, DK, DV]
+    to_q_ptr,  # [T, H, L]
+    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    dq_ptr,  # [T, H_k, DK]
+    db_inner_ptr,  # float32 [T, H], to which is added
+    q_row, q_head, k_row, k_head, scale,
+    H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write dq of one chunk and key head, and add to db what exp(b) receives by it."""
+    chunk, key = tl.program_id(0), tl.program_id(1)
+    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    if length == 0:
+        return
+    rows, wide = tl.arange(0, L), tl.arange(0, DK)
+    token, inside = tl.load(chunks_ptr + 2 * chunk).to(tl.int64) + rows, rows < length
+    whole = inside[:, None]
+    q_unit = tl.load(q_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+    dq = tl.zeros((L, DK), tl.float32)
+    for served in range(GROUP):
+        head = key * GROUP + served
+        part = tl.zeros((L, DK), tl.float32)
+        for first in range(0, DV, COLUMNS):
+            columns = first + tl.arange(0, COLUMNS)
+            of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
+            do = tl.load(do_ptr + (token[:, None] * H + head) * DV + columns[None, :], mask=whole, other=0.0)
+            part += dot(do, tl.trans(tl.load(states_ptr + of_state)))
+        # exp(b) do' Sᵀ
+        part *= (tl.exp(tl.load(sums_ptr + token * H + head, mask=inside, other=0.0)) * scale)[:, None]
+        q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
+        by_since = q_unit * tl.sum(part * q.to(tl.float32), 1)
+        db = tl.load(db_inner_ptr + token * H + head, mask=inside, other=0.0)
+        tl.store(db_inner_ptr + token * H + head, db + by_since, mask=inside)
+        # (dP ∘ D) k
+        to_q = tl.load(to_q_ptr + (token[:, None] * H + head) * L + rows[None, :], mask=whole, other=0.0)
+        k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
+        dq += part + dot(to_q, k)
+    # through the division by q's length
+    q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
+    unit = q.to(tl.float32) * q_unit[:, None]
+    dq = (dq - unit * tl.sum(unit * dq, 1)[:, None]) * q_unit[:, None]
+    at = (token[:, None] * (H // GROUP) + key) * DK + wide[None, :]
+    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=whole)
+
+
+@triton.jit
+def _key_gradients(
+    q_ptr, k_ptr,  # [T, H_k, DK]
+    beta_ptr,  # [T, H]
+    new_ptr, y_ptr,  # [T, H, DV]
+    sums_ptr,  # float32 [T, H]
+    k_unit_ptr,  # float32 [T, H_k]
+    states_ptr, ds_ptr,  # S and dS' [chunks, H, DK, DV]
+    q_to_k_ptr, k_to_k_ptr,  # [T, H, L]
+    db_inner_ptr, dbeta_inner_ptr,  # float32 [T, H]
+    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    dk_ptr,  # [T, H_k, DK]
+    dg_ptr, dbeta_ptr,  # [T, H]
+    q_row, q_head, k_row, k_head,
+    H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write dk of one chunk and key head, and dg and dβ of its value heads."""
     chunk, key = tl.program_id(0), tl.program_id(1)
     length = tl.load(chunks_ptr + 2 * chunk + 1)
     if length == 0:
@@ -135,86 +259,53 @@ def _gradients(
     start = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
     token, inside = start + rows, rows < length
     whole = inside[:, None]
-    lower, below = rows[:, None] >= rows[None, :], rows[:, None] > rows[None, :]
-    q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
-    k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
-    q_unit = tl.load(q_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
     k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
-    dq = tl.zeros((L, DK), tl.float32)
+    of_k = k_ptr + token[:, None] * k_row + key * k_head + wide[None, :]
     dk = tl.zeros((L, DK), tl.float32)
     for served in range(GROUP):
         head = key * GROUP + served
         last = tl.load(sums_ptr + (start + length - 1) * H + head)
         b = tl.load(sums_ptr + token * H + head, mask=inside, other=last)
         beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.load(inverse_ptr + (token[:, None] * H + head) * L + rows[None, :], mask=whole, other=0.0)
-        since, until = tl.exp(b), tl.exp(last - b)
-        da = tl.zeros((L, L), tl.float32)
-        dp = tl.zeros((L, L), tl.float32)
-        dbeta = tl.zeros((L,), tl.float32)
-        # gradients of b in exp(b), of b_L − b in exp(b_L − b), and of exp(b_L)
-        by_since = tl.zeros((L,), tl.float32)
-        by_until = tl.zeros((L,), tl.float32)
+        of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV
+        # −exp(b) β y Sᵀ, what β and exp(b) receive by it, and what exp(b_L) does
+        part = tl.zeros((L, DK), tl.float32)
         by_last = tl.zeros((COLUMNS,), tl.float32)
         for first in range(0, DV, COLUMNS):
             columns = first + tl.arange(0, COLUMNS)
             at = (token[:, None] * H + head) * DV + columns[None, :]
-            do = tl.load(do_ptr + at, mask=whole, other=0.0)
-            new = tl.load(new_ptr + at, mask=whole, other=0.0)
-            dn = tl.load(dn_ptr + at, mask=whole, other=0.0)
-            v = tl.load(v_ptr + token[:, None] * v_row + head * v_head + columns[None, :], mask=whole, other=0.0)
-            of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
-            state, ds = tl.load(states_ptr + of_state), tl.load(ds_ptr + of_state)
+            state, ds = tl.load(states_ptr + of_state + columns[None, :]), tl.load(ds_ptr + of_state + columns[None, :])
             by_last += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 0)
-            # y = Tmᵀ dN, dv = β y, and what it gives to β, A and P
-            y = dot(tl.trans(inverse), dn)
-            tl.store(dv_ptr + at, (y * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=whole)
-            dbeta += tl.sum(y * v.to(tl.float32), 1)
-            y = y.to(k.dtype)
-            da -= dot(y, tl.trans(new))
-            dp += dot(do, tl.trans(new))
-            # dq: exp(b) do' Sᵀ
-            part = dot(do, tl.trans(state)) * (since * scale)[:, None]
-            by_since += q_unit * tl.sum(part * q.to(tl.float32), 1)
-            dq += part
-            # dk: −exp(b) β y Sᵀ
-            part = dot(y, tl.trans(state)) * since[:, None]
-            along = k_unit * tl.sum(part * k.to(tl.float32), 1)
-            dbeta -= along
-            by_since -= beta * along
-            dk -= part * beta[:, None]
-            # dk: exp(b_L − b) N dS'ᵀ
-            part = dot(new, tl.trans(ds)) * until[:, None]
-            by_until += k_unit * tl.sum(part * k.to(tl.float32), 1)
-            dk += part
-        if COLUMNS == 16:  # read again, for less shared memory: else both lie there all along
-            q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
-            k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
-        decay = decays(b, L)
-        da = tl.where(below, da * decay, 0.0)  # from here on dA ∘ D and dP ∘ D
-        dp = tl.where(lower, dp * decay, 0.0) * scale
-        # db: rows less columns of dA ∘ A + dP ∘ P, and the factors' (exp(b_L) has the last token's b); dg sums it up
-        kk = dot(k, tl.trans(k)) * k_unit[:, None] * k_unit[None, :] * da
-        qk = dot(q, tl.trans(k)) * q_unit[:, None] * k_unit[None, :] * dp
-        dbeta += tl.sum(kk, 1)
-        both = kk * beta[:, None] + qk
-        db = tl.sum(both, 1) - tl.sum(both, 0) + by_since - by_until
-        db += tl.where(rows == length - 1, tl.sum(by_until, 0) + tl.exp(last) * tl.sum(by_last, 0), 0.0)
-        dg = tl.sum(tl.where(lower, db[:, None], 0.0), 0)
+            part += dot(tl.load(y_ptr + at, mask=whole, other=0.0), tl.trans(state))
+        part *= tl.exp(b)[:, None]
+        along = k_unit * tl.sum(part * tl.load(of_k, mask=whole, other=0.0).to(tl.float32), 1)
+        dk -= part * beta[:, None]
+        # exp(b_L − b) N dS'ᵀ, and what exp(b_L − b) receives
+        part = tl.zeros((L, DK), tl.float32)
+        for first in range(0, DV, COLUMNS):
+            columns = first + tl.arange(0, COLUMNS)
+            at = (token[:, None] * H + head) * DV + columns[None, :]
+            ds = tl.load(ds_ptr + of_state + columns[None, :])
+            part += dot(tl.load(new_ptr + at, mask=whole, other=0.0), tl.trans(ds))
+        part *= tl.exp(last - b)[:, None]
+        by_until = k_unit * tl.sum(part * tl.load(of_k, mask=whole, other=0.0).to(tl.float32), 1)
+        dk += part
+        # (dP ∘ D)ᵀ q and (X + Xᵀ) k
+        square = (token[:, None] * H + head) * L + rows[None, :]
+        q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
+        dk += dot(tl.trans(tl.load(q_to_k_ptr + square, mask=whole, other=0.0)), q)
+        dk += dot(tl.load(k_to_k_ptr + square, mask=whole, other=0.0), tl.load(of_k, mask=whole, other=0.0))
+        # dg sums db up from the chunk's end; exp(b_L − b) and exp(b_L) have the last token's b, which is in every sum
+        db = tl.load(db_inner_ptr + token * H + head, mask=inside, other=0.0) - beta * along - by_until
+        later = tl.where(rows[:, None] >= rows[None, :], db[:, None], 0.0)
+        dg = tl.sum(later + by_until[:, None], 0) + tl.exp(last) * tl.sum(by_last, 0)
         tl.store(dg_ptr + token * H + head, dg, mask=inside)
+        dbeta = tl.load(dbeta_inner_ptr + token * H + head, mask=inside, other=0.0) - along
         tl.store(dbeta_ptr + token * H + head, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)
-        # through the products inside the chunk: (dP ∘ D) k, (dP ∘ D)ᵀ q, (X + Xᵀ) k
-        da = da * beta[:, None]
-        dq += dot((dp * k_unit[None, :]).to(k.dtype), k)
-        dk += dot(tl.trans((dp * q_unit[:, None]).to(k.dtype)), q)
-        dk += dot(((da + tl.trans(da)) * k_unit[None, :]).to(k.dtype), k)
-    at = (token[:, None] * (H // GROUP) + key) * DK + wide[None, :]
-    # through the division by the lengths of q and k
-    unit = q.to(tl.float32) * q_unit[:, None]
-    dq = (dq - unit * tl.sum(unit * dq, 1)[:, None]) * q_unit[:, None]
-    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=whole)
-    unit = k.to(tl.float32) * k_unit[:, None]
+    # through the division by k's length
+    unit = tl.load(of_k, mask=whole, other=0.0).to(tl.float32) * k_unit[:, None]
     dk = (dk - unit * tl.sum(unit * dk, 1)[:, None]) * k_unit[:, None]
+    at = (token[:, None] * (H // GROUP) + key) * DK + wide[None, :]
     tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=whole)
 
 
@@ -239,12 +330,29 @@ def backward_triton(
         q, k, saved.w, do, *decay, *reversed(chunks), dn, ds, *strides, scale,
         **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
-    columns, warps, stages = fit("gradients", TILES, NARROW, v)
+    dq, dk, dv, dg, dbeta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
+    within = v.new_empty(3, *saved.inverse.shape).unbind()
+    inner = v.new_empty(2, *g.shape, dtype=torch.float32).unbind()
+    beta = beta.contiguous()
+    columns, warps, stages = fit("inner", TILES, NARROW, v)
     launch(
-        _gradients, (count, k.shape[1]),
-        q, k, v, beta.contiguous(), do, saved.new, saved.inverse, *decay, saved.states, dn, ds, chunks.chunks, *grads,
+        _inner, (count, heads),
+        q, k, v, beta, do, saved.new, saved.inverse, *decay, chunks.chunks, dn, dv, *within, *inner,
         *strides, *v.stride()[:2], scale,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return tuple(grads)
+    to_q, q_to_k, k_to_k = within
+    columns, warps, stages = fit("query gradients", TILES, NARROW, v)
+    launch(
+        _query_gradients, (count, k.shape[1]),
+        q, k, do, saved.sums, saved.q_unit, saved.states, to_q, chunks.chunks, dq, inner[0], *strides, scale,
+        **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    columns, warps, stages = fit("key gradients", TILES, NARROW, v)
+    launch(
+        _key_gradients, (count, k.shape[1]),
+        q, k, beta, saved.new, dn, saved.sums, saved.k_unit, saved.states, ds, q_to_k, k_to_k, *inner, chunks.chunks,
+        dk, dg, dbeta, *strides,
+        **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dbeta

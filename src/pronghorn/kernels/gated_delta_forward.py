@@ -5,8 +5,8 @@ chunks of a document: N = u − w S and the state S at each chunk's start. `_out
 
 Factors of single tokens, such as one over the lengths of q and k, are multiplied in float32, after a product or into an
 operand that is rounded anyway; so q, k and v enter products as they are. Products have float32 sums; their operands
-have the inputs' dtype, those of the inverse float32. S is float32 from chunk to chunk and in the inputs' dtype where a
-product reads it.
+have the inputs' dtype, those of the inverse float32 (by tensor cores, three times each, where the inputs have 16 bits).
+S is float32 from chunk to chunk and in the inputs' dtype where a product reads it.
 """
 
 from __future__ import annotations
@@ -70,29 +70,40 @@ def decays(b, L: tl.constexpr):
 
 
 @triton.jit
-def _inverse(a, L: tl.constexpr):
-    """Return (I + a)⁻¹ of a strictly lower triangular a.
+def _inverse(a, L: tl.constexpr, PRECISION: tl.constexpr):
+    """Return (I + a)⁻¹ of a strictly lower triangular a [64, 64]: of its diagonal blocks of 4, of 16, of all.
 
-    By substitution in the diagonal blocks of 16, whose inverses are X; then (I + M)⁻¹ X, where M = X · (a outside these
-    blocks), whose fourth power is 0.
+    PRECISION is that of the products of float32: "tf32x3" is near it on tensor cores, "ieee" is it without them.
     """
     rows = tl.arange(0, L)
-    block = (rows[:, None] // 16) == (rows[None, :] // 16)
+    block = (rows[:, None] // 4) == (rows[None, :] // 4)
     one = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
     diagonal = tl.where(block, -a, 0.0)
     x = diagonal
-    for i in range(2, 16):
-        turn = ((rows % 16) == i)[:, None] & block  # row i of all blocks at once: they share no column
+    for i in tl.static_range(2, 4):  # by substitution
+        turn = ((rows % 4) == i)[:, None] & block  # row i of all blocks at once: they share no column
         row = tl.sum(tl.where(turn, diagonal, 0.0), 0)
         row += tl.sum(row[:, None] * x, 0)
         x = tl.where(turn, row[None, :], x)
-    x += one
-    m = tl.dot(x, tl.where(block, 0.0, a), input_precision="ieee")
+    x = _inverse_of_four(x + one, a, one, 4, L, PRECISION)
+    return _inverse_of_four(x, a, one, 16, L, PRECISION)
+
+
+@triton.jit
+def _inverse_of_four(x, a, one, SIZE: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverses of I + a's diagonal blocks of 4·SIZE from those of SIZE, x.
+
+    That is (I + M)⁻¹ x, where M = x · (a outside the small blocks), whose fourth power is 0.
+    """
+    rows = tl.arange(0, L)
+    small = (rows[:, None] // SIZE) == (rows[None, :] // SIZE)
+    large = (rows[:, None] // (4 * SIZE)) == (rows[None, :] // (4 * SIZE))
+    m = tl.dot(x, tl.where(large & ~small, a, 0.0), input_precision=PRECISION)
     # I − M + M² − M³ = (I − M) (I + M²)
-    square = tl.dot(m, m, input_precision="ieee")
+    square = tl.dot(m, m, input_precision=PRECISION)
     m = one - m
-    m += tl.dot(m, square, input_precision="ieee")
-    return tl.dot(m, x, input_precision="ieee")
+    m += tl.dot(m, square, input_precision=PRECISION)
+    return tl.dot(m, x, input_precision=PRECISION)
 
 
 @triton.jit
@@ -132,7 +143,8 @@ def _prepare(
     tl.store(sums_ptr + token * H + head, b, mask=inside)
     # A, and Tm = (I + A)⁻¹
     a = dot(k, tl.trans(k)) * (beta * k_unit)[:, None] * k_unit[None, :] * decays(b, L)
-    inverse = _inverse(tl.where(rows[:, None] > rows[None, :], a, 0.0), L)
+    exact: tl.constexpr = "ieee" if k_ptr.dtype.element_ty == tl.float32 else "tf32x3"
+    inverse = _inverse(tl.where(rows[:, None] > rows[None, :], a, 0.0), L, exact)
     square = (token[:, None] * H + head) * L + rows[None, :]
     tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty), mask=whole)
     # w = Tm β exp(b) k, and u = Tm β v
