@@ -12,7 +12,7 @@ from torch.autograd import profiler
 PREFIX = "pronghorn:"
 """What the names of our ranges begin with in a trace: `pronghorn:scores`."""
 SCORES = "scores"
-"""Packed attention proper, forward and backward."""
+"""Packed attention proper, or the gated delta rule in its place, forward and backward."""
 ADAPTERS = "adapters"
 """Adapters' gradients, and the products of experts that have a rank."""
 PRODUCTS = "products"

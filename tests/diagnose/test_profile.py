@@ -17,6 +17,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from pronghorn.chunks import chunks_of
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
@@ -25,9 +26,11 @@ from pronghorn.diagnose.profile_report import Advice, Profile, Sync, advise, hea
 from pronghorn.diagnose.profile_times import account_for
 from pronghorn.diagnose.profile_trace import ENGINE, Cause, cause, spans
 from pronghorn.errors import DataError, TrainingError
+from pronghorn.kernels import gated_delta
 from pronghorn.models.attach import attach
 from pronghorn.moe.experts import _Product
 from pronghorn.ranges import in_part
+from support import delta_checks
 from support.run_records import HOSTILE
 from support.tiny import tiny_model
 
@@ -311,6 +314,16 @@ def test_parts_are_recorded_while_a_profiler_runs_and_only_then(monkeypatch: pyt
     attention()
     products()
     assert opened == ["called", "called"]
+
+
+def test_the_delta_rule_has_attention_s_range() -> None:
+    given, do = delta_checks.case((5, 3), (2, 2, 16, 16), torch.float32, 1.0, 0)
+    chunks = chunks_of((5, 3), 2, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        _, saved = gated_delta.forward(*given, chunks, 1.0)
+        gated_delta.backward(do, *given, saved, chunks, 1.0)
+    names = [event.name for event in profiler.events() if event.name.startswith("pronghorn:")]
+    assert names == ["pronghorn:scores"] * 2
 
 
 def test_modules_are_named_by_the_family_s_spec() -> None:

@@ -23,6 +23,7 @@ from pronghorn.chunks import CHUNK, Chunks
 from pronghorn.kernels.gated_delta_backward import backward_triton
 from pronghorn.kernels.gated_delta_forward import L2_EPS, forward_triton
 from pronghorn.kernels.gated_delta_forward import Saved as TritonSaved
+from pronghorn.ranges import SCORES, in_part
 
 Saved = Sequence[Tensor]
 """What the backward needs besides the arguments: `gated_delta_forward.Saved`, or nothing after `forward_reference`."""
@@ -102,6 +103,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor
     return torch.cat(found, 1)
 
 
+@in_part(SCORES)
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float
 ) -> tuple[Tensor, Saved]:
@@ -117,6 +119,7 @@ def forward(
     return forward_reference(q, k, v, g, beta, chunks, scale)
 
 
+@in_part(SCORES)
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, saved: Saved, chunks: Chunks, scale: float
 ) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ TILES = {
     "direct": Tile(64, 4, 1),
     "state gradients": Tile(32, 4, 2),
     "inner": Tile(64, 4, 1),
-    "query gradients": Tile(64, 4, 1),
+    "query gradients": Tile(128, 4, 1),
     "key gradients": Tile(64, 8, 1),
 }
 NARROW = {"state gradients": Tile(16, 4, 1), "inner": Tile(16, 4, 1)}

@@ -32,7 +32,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = {"prepare": Tile(128, 8, 1), "states": Tile(32, 4, 2), "output": Tile(64, 4, 1)}
+TILES = {"prepare": Tile(64, 4, 1), "states": Tile(32, 4, 2), "output": Tile(64, 4, 1)}
 NARROW = {"output": Tile(32, 4, 1)}
 """Instead of `TILES` in float32 where a block has less shared memory than `SHARED`, as on Ada."""
 SHARED = 160 * 1024
