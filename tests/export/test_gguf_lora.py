@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "granite": {},
+    "granitemoehybrid": {},
     "phi3": {"sliding_window": None},
     "qwen3_5_text": {"linear_key_head_dim": 16},
     "qwen3_next": {"linear_key_head_dim": 16},
@@ -103,7 +104,7 @@ def farthest(stories: Path, tmp_path: Path, family: str, options: dict[str, Any]
     exact = TransformersEngine(model, tokenizer).distribution(ids)
     without = TransformersEngine(plain, tokenizer).distribution(ids)
     lora = write_gguf_lora(model, tmp_path / "adapter.gguf")
-    with serve_gguf(write_gguf(folder, tmp_path / "base.gguf", "f32"), 64, lora=lora) as engine:
+    with serve_gguf(write_gguf(folder, tmp_path / "base.gguf", "f32"), lora=lora) as engine:
         scored = engine.logprobs(ids)
     rounded = TransformersEngine(model.half(), tokenizer).distribution(ids)
     found, own, base_alone = (

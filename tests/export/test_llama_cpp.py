@@ -135,6 +135,7 @@ def farthest(model: Any, tokenizer: Any, folder: Path, text: str = TEXT) -> tupl
         ("llama", {"rope_parameters": YARN}),
         ("mistral", {"sliding_window": None}),
         ("granite", {}),
+        ("granitemoehybrid", {}),
         ("olmo2", {}),
         ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
         ("phi3", {"sliding_window": None}),

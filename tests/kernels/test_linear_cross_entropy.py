@@ -49,6 +49,12 @@ def test_a_trained_head(device: str, vocab: int, rows: int, monkeypatch: pytest.
             assert_three_way(f"{name} {dtypes}", mine, theirs, wanted)
 
 
+def test_what_lies_between_rows_of_logits_is_finite(nan_memory: None) -> None:
+    """With bfloat16 and an odd slice a CPU with AMX multiplies what lies beyond it by zero, so that NaN would spread."""
+    logits = module._logits(torch.randn(3, WIDTH), torch.randn(131, WIDTH))
+    assert logits.stride(0) == 136 and logits.as_strided((3, 136), (136, 1)).isfinite().all()
+
+
 def test_without_rows_the_head_has_no_gradient(nan_memory: None) -> None:
     hidden, weight = torch.empty(0, WIDTH, requires_grad=True), torch.randn(8, WIDTH, requires_grad=True)
     loss = module.linear_cross_entropy(hidden, weight, torch.empty(0, dtype=torch.long), 1, IGNORED)

@@ -172,11 +172,15 @@ _FIRST = ("hidden_size_per_layer_input",)
 
 def tiny(model_type: str) -> Any:
     """Make a float32 model in training mode, its weights spread enough that every part matters."""
-    from transformers import AutoModelForCausalLM
-
     if model_type in FUSED | MOE_FAMILIES:
         return tiny_model(model_type)
-    config = small_config(model_type)
+    return generic(small_config(model_type))
+
+
+def generic(config: Any) -> Any:
+    """Do what `tiny` does, of a configuration."""
+    from transformers import AutoModelForCausalLM
+
     family = family_of(config)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -198,19 +202,30 @@ def judge(model_type: str) -> Outcome:
             return towers
         adapted = with_adapters(tiny(model_type))
         decoder = "made to decode by `is_decoder: true`" if hasattr(adapted.config, "is_decoder") else ""
-        if model_type in FAMILIES:
+        family = FAMILIES.get(model_type)
+        if family is not None:
             _check_packed(adapted)
-            return Outcome(model_type, name, "fused")
-        pronghorn.attach(adapted)
-        isolation = probe(adapted)
-        if isolation.clean:
-            _check_packed(adapted)
-            return Outcome(model_type, name, "proven generic", "; ".join(filter(None, (isolation.way, decoder))))
-        require_padded(adapted)
-        _check_unpacked(adapted)
-        return Outcome(model_type, name, "unpacked only", "; ".join(filter(None, (str(isolation.problem), decoder))))
+            other = small_config(model_type)
+            if family.serves(other):
+                return Outcome(model_type, name, "fused")
+            kind, why = _judge_generic(with_adapters(generic(other)))
+            return Outcome(model_type, name, "fused", f"{family.members}; others {kind}: {why}")
+        kind, why = _judge_generic(adapted)
+        return Outcome(model_type, name, kind, "; ".join(filter(None, (why, decoder))))
     except PronghornError as error:
         return Outcome(model_type, name, "refused", error.problem)
+
+
+def _judge_generic(adapted: Any) -> tuple[str, str]:
+    """Say how a model whose layers nothing is known of trains, and why."""
+    pronghorn.attach(adapted)
+    isolation = probe(adapted)
+    if isolation.clean:
+        _check_packed(adapted)
+        return "proven generic", isolation.way
+    require_padded(adapted)
+    _check_unpacked(adapted)
+    return "unpacked only", str(isolation.problem)
 
 
 def _with_towers(model_type: str, name: str) -> Outcome | None:

@@ -80,6 +80,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 0.3,
     },
+    "granitemoehybrid": {
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.3,
+        "shared_intermediate_size": 88,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "rope",
+        "layer_types": ["attention"] * 3,
+        "mamba_n_heads": 8,
+    },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     # layers that share keys and values, wider MLPs there, an input of each layer
     "gemma4_text": {

@@ -14,7 +14,7 @@ def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
     return tuple(replace(block, multiplier=layer.residual_multiplier) for block in llama_blocks(Attention()))
 
 
-def _scales(config: Any) -> dict[str, float]:
+def granite_scales(config: Any) -> dict[str, float]:
     return {
         "attention_scale": config.attention_multiplier,
         "embedding_scale": config.embedding_multiplier,
@@ -25,9 +25,9 @@ def _scales(config: Any) -> dict[str, float]:
 
 GRANITE = FamilySpec(
     model_type="granite",
-    members="Granite 3 and 4, dense",
+    members="Granite 3, dense",
     source="transformers.models.granite",
     blocks=_blocks,
     logit_scale=lambda config: 1 / config.logits_scaling,
-    gguf=Gguf("granite", interleaved=True, values=_scales),
+    gguf=Gguf("granite", interleaved=True, values=granite_scales),
 )

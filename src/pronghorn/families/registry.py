@@ -64,7 +64,7 @@ def family_of(config: Any) -> FamilySpec:
             attention can't isolate.
     """
     spec = FAMILIES.get(config.model_type)
-    if spec is None:
+    if spec is None or not spec.serves(config):
         spec = generic_spec(config)
     served: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None), **spec.refused_options}
     if not spec.generic:  # whose attention has no such kernels

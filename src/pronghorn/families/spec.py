@@ -226,6 +226,9 @@ class FamilySpec:
     source: str
     """Module that defines the family's classes, e.g. `transformers.models.llama`. A module whose forward is from
     elsewhere was changed by somebody, and is called instead of computed."""
+    serves: Callable[[Any], bool] = lambda config: True
+    """Tells whether a configuration has no layers but those that `blocks` describes; where it has, the model is
+    generic."""
     experts: Experts = Experts()
     """What the layers' experts are, in families that have some."""
     embeddings: str = "embed_tokens"
