@@ -228,6 +228,7 @@ def test_an_update_of_any_weight_is_noticed(family: str, full: bool) -> None:
 HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "forward"]
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("where", ["mlp", "self_attn.q_proj", "mlp.up_proj.lora_A.default", "input_layernorm"])
 def test_hooks_on_what_a_layer_calls_run(where: str, kind: str) -> None:

@@ -28,6 +28,7 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "olmo2", "granite")
 """With and without norms before, after and of heads; gate and up in one linear; a multiplier."""
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiles_give_what_whole_mlps_give(family: str, plan: str, nan_memory: None) -> None:

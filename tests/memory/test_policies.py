@@ -106,6 +106,7 @@ def test_what_else_is_recomputed_takes_keywords() -> None:
     assert model.model._gradient_checkpointing_func(torch.mul, x, other=x).tolist() == [1, 1]
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("layers", ["stock", "fused"])
 @pytest.mark.parametrize("name", PLANS)
 def test_detach_restores_and_evaluation_takes_the_plain_way(name: str, layers: Any) -> None:

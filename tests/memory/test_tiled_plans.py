@@ -140,6 +140,7 @@ def peaks(family: str, policy: Policy, rows: int, compute: str) -> tuple[int, in
     return seen.bytes, kinds["activations"] + kinds["working"] + kinds["batch"] - 40 * tokens
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.usefixtures("allocates_like_kernels")
 @pytest.mark.parametrize("rows", [64, 4096])
 @pytest.mark.parametrize("policy", [Policy.KEEP, Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_LAYER])
@@ -149,6 +150,7 @@ def test_a_step_peaks_where_the_formula_says(policy: Policy, rows: int) -> None:
     assert seen == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.usefixtures("allocates_like_kernels")
 @pytest.mark.parametrize("rows", [0, 4096])
 @pytest.mark.parametrize("policy", [Policy.KEEP, Policy.RECOMPUTE_NORMS])

@@ -197,6 +197,7 @@ def with_adapter(family: str) -> Any:
     return model
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("policy", [Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER, Policy.OFFLOAD])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_what_is_recomputed_is_routed_alike(family: str, policy: Policy) -> None:
