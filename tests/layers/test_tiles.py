@@ -35,6 +35,7 @@ def test_tiles_give_what_whole_mlps_give(family: str, plan: str, nan_memory: Non
     compare(with_adapters(tiny_model(family)), packed_row(LENGTHS, ROW), plan=replace(PLANS[plan], mlp_rows=37))
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("rows", [1, 5, ROW - 1, ROW, ROW + 1, 16_384])
 def test_any_number_of_rows_serves(rows: int) -> None:
     """Tiles of one row, a last tile of one row, one tile, one longer than the row."""

@@ -70,7 +70,7 @@ def config_of(name: str) -> Any:
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-@pytest.mark.matrix(26)
+@pytest.mark.matrix(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("layers", ["stock", "fused", "padded"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in DELTA_FAMILIES])
@@ -120,6 +120,7 @@ GEMMA4 = {
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", GEMMA4)
 def test_layers_that_share_and_those_with_their_own_inputs_save_what_their_kinds_say(
@@ -159,6 +160,7 @@ def test_keys_and_values_that_are_shared_are_counted_under_every_policy() -> Non
     assert peak - sum(MemoryModel.of(other, setup).peak([Policy.RECOMPUTE_LAYER] * 5).values()) == shared
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("family", "adapted", "dtype"),
     [
@@ -213,6 +215,7 @@ def test_full_fine_tuning_saves_what_the_formula_says(family: str) -> None:
     assert found[1] - found[0] == expected - 4 * TOKENS * dims.layers[0].attention.heads
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("rank", [0, RANK])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"])
 def test_a_layer_with_experts_saves_what_the_formula_says(family: str, rank: int) -> None:
@@ -400,6 +403,7 @@ def kinds_of(draw: Any) -> tuple[LayerBytes, LayerTimes]:
     return LayerBytes(stored, read, draw(st.integers(0, 60))), times
 
 
+@pytest.mark.matrix(1)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data(), shared=st.booleans(), coming=st.booleans())
 @pytest.mark.parametrize("count", [4, 5, 8])

@@ -37,6 +37,7 @@ def activations(handle: Any) -> tuple[str, str]:
     return next((path.path, path.why) for path in handle.report if path.part == "activations")
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_5_text"])
 def test_every_plan_gives_the_same_bits(family: str, full: bool) -> None:

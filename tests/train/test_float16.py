@@ -76,6 +76,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("full", "max_grad_norm", "optim"),
     [(False, 1.0, "adamw_torch_fused"), (True, 0.0, "adamw_torch_fused"), (False, 1.0, "adamw_torch")],

@@ -132,7 +132,7 @@ def undisturbed(method: str) -> tuple[list[float], dict[str, Tensor]]:
     return train(model)[0], model.state_dict()
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("when", WHEN, ids=str)
 @pytest.mark.parametrize("point", POINTS)
