@@ -99,6 +99,7 @@ def test_a_planted_overflow_skips_one_step_and_halves_the_scale(
     assert steps.rates[-1] == pytest.approx(5e-3 / STEPS) and trainer.state.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_too_large_falls_until_it_fits(stories: Path, tmp_path: Path) -> None:
     trainer, steps = trainer_of(stories, tmp_path, max_steps=20)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)

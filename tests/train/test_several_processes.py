@@ -84,6 +84,7 @@ def test_steps_are_the_same_on_any_number_of_processes(
     same(run, alone)
 
 
+@pytest.mark.slow
 def test_layers_that_are_shared_train_the_same(recipe: Make, alone: Path) -> None:
     file, run = recipe("shared", {"strategy": "sharded"})
     done = train(2, file, "memory.gradient_checkpointing=true")
