@@ -429,6 +429,7 @@ def two_trainings(rank: int, folder: Path) -> None:
         events: list[OutOfMemory] = []
         guard = OomRetry(events.append)
         guard.begin(waits_for_others=False)
+        dist.barrier()  # on a busy machine the first one may begin when the other has failed already
         failing = Failing("loss", 1) if rank == 1 and training == 0 else None
 
         def micro_batch(batch: dict[str, Any], model: Any = model) -> Tensor:

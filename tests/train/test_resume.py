@@ -58,7 +58,7 @@ FULL = {
 @pytest.mark.parametrize(
     ("changes", "kills", "resumes"),
     [
-        pytest.param(LORA, 2, 1, id="LoRA with dropout", marks=pytest.mark.slow),
+        pytest.param(LORA, 2, 1, id="LoRA with dropout"),
         pytest.param(LORA, 15, 5, id="LoRA with dropout, often", marks=pytest.mark.slow),
         pytest.param(FULL, 15, 5, id="full, accumulated, often", marks=pytest.mark.slow),
     ],
