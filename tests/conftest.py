@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
+import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-
-from support.runs import make, unfinished  # noqa: F401  (fixtures)
-from support.served import answering_run  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
-torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
+FIXTURES = ("support.runs", "support.served")
+"""Modules of fixtures, which import all of Pronghorn."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shared", type=Path, default=ROOT.parent / "shared", help="folder with data/ and models/")
     parser.addoption("--vllm", type=Path, default=None, help="a Python that has vLLM, e.g. of its CPU build")
     parser.addoption("--smollm2", type=Path, default=None, help="SmolLM2-135M-Instruct as a safetensors folder")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what takes seconds in the processes that run tests, not in the one that waits for these."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+    import typer.testing
+
+    torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
+    # a command line is made of its functions' signatures again for each call, which took half of the call's time
+    typer.testing._get_command = functools.cache(typer.testing._get_command)
+    copy._deepcopy_dispatch[OrderedDict] = copy_of_ordered_dict  # type: ignore[attr-defined]
+    os.fsync = lambda descriptor: None  # files need not outlive the machine, and every saved run waits for dozens
+    for name in FIXTURES:
+        config.pluginmanager.import_plugin(name)
+
+
+def copy_of_ordered_dict(value: OrderedDict[Any, Any], memo: dict[int, Any]) -> OrderedDict[Any, Any]:
+    """Copy as `deepcopy` does, in a tenth of its time where nothing is in it: every module has a dozen such."""
+    made: OrderedDict[Any, Any] = OrderedDict()
+    memo[id(value)] = made
+    for key, each in value.items():
+        made[copy.deepcopy(key, memo)] = copy.deepcopy(each, memo)
+    return made
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,6 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what imports made out of garbage collections; every training ends in one, which took 0.3 seconds."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """Leave what tests before this file's have imported out of garbage collections, too."""
     gc.collect()
     gc.freeze()
 
@@ -82,6 +116,8 @@ def smollm2(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
     """Every uninitialised tensor holds NaN, so that what nobody wrote shows."""
+    import torch
+
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -476,6 +476,7 @@ MERGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", MERGES)
 def test_a_merged_checkpoint_has_the_adapted_logits(stories: Path, tmp_path: Path, name: str) -> None:
     """float32 weights saved as bfloat16; stories260k ties its embeddings."""

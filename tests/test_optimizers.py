@@ -52,7 +52,7 @@ def bytes_of(optimizer: Any) -> int:
     return sum({part.data_ptr(): part.nbytes for part in parts}.values())
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", [name for name in NAMES if "paged" not in name])
 def test_states_take_what_is_counted_and_a_run_goes_on_to_the_same_bits(
     name: str, stories: Path, rows: Dataset, tmp_path: Path

@@ -59,6 +59,7 @@ def test_plain_recomputes_where_the_recipe_lets_pronghorn_plan_for_it(recipe: Pa
     assert len(found.pronghorn.step_ms) == len(found.plain.step_ms) == 2 and found.plain.peak_bytes is None
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("compute", ["fp8_both", "fp8", "dtype"])
 def test_products_in_8_bits_may_be_further_from_plain_s_in_16(
     recipe: Path, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str

@@ -343,6 +343,7 @@ def _no_room(bytes_: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, bytes_))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_is_told_and_what_is_whole_is_used_again(settings: Any, tokenizer: Any, workers: int) -> None:
     data = settings(workers=workers)

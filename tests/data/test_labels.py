@@ -80,6 +80,7 @@ def test_pieces_overlap_by_one_token_and_name_their_document() -> None:
         fit([long], 1, "split")
 
 
+@pytest.mark.matrix(5)
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3), st.booleans())
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -264,6 +264,7 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked[-1] == ("owner/chats-v1.0", "test") and named[-1] == ("main", "v2")
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES])
 def test_data_files_come_back_from_their_tokens(file: str, format: Any, columns: dict[str, str], shared: Path) -> None:
     """Decoding the trained tokens gives the assistant's texts (and calls), of many rows at a time as of one."""

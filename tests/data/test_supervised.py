@@ -88,6 +88,7 @@ def test_rows_checked_by_hand(
         assert " up to message " in documents[0].source and " up to " not in documents[-1].source
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("template", ["llama-3.1", "qwen-2.5", "qwen-3", "mistral", "gpt-oss"])
 def test_supervised_tokens_follow_the_prompt_of_generation(template: str, shared: Path) -> None:
     """Beside glaive's tool calls: what transformers renders before a turn, tokenised by itself, and the turn after it.

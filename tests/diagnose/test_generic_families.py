@@ -45,6 +45,7 @@ def written(tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "falcon"])
 def test_verify_judges_an_unknown_family_with_a_longer_probe(model_type: str, stories: Path, tmp_path: Path) -> None:
     report = verify(subject_of(Recipe.load(recipe_of(model_type, stories, tmp_path)), 128))

@@ -325,6 +325,7 @@ def test_the_report_says_which_rule_judged() -> None:
     assert "The numbers are what 8 bits give; some gradients turn further than is asked for." in capture.get()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_command_on_a_recipe(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
     """Products in 8 bits need fused layers, which are for CUDA, but for whoever asks (as this test does)."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -28,6 +29,13 @@ def python(folder: Path, fault: str = "none") -> Path:
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" {fault} "$@"\n')
     script.chmod(0o755)
     return script
+
+
+@pytest.fixture(autouse=True)
+def asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a server answers is asked again after a twentieth of a second."""
+    often = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 20), monotonic=time.monotonic)
+    monkeypatch.setattr("pronghorn.export.engines.vllm.time", often)
 
 
 @pytest.mark.parametrize("to", [pytest.param("merged", marks=pytest.mark.slow), "served-adapter"])

@@ -49,6 +49,7 @@ def log_probabilities(model: Any, rows: list[list[int]]) -> torch.Tensor:
     return torch.cat([row[range(len(row)), ids[1:]] for row, ids in zip(each, rows, strict=True)])
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_both_bases_are_measured_and_the_nearer_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype

@@ -100,7 +100,7 @@ def test_an_adapter_applies_to_the_whole_model_in_plain_peft(
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in COMPOSITES), ("qwen3_5_moe", EXPERTS)])
 def test_an_adapter_of_any_family_is_the_whole_models_and_loads_again(
     kind: str, more: dict[str, Any], tmp_path: Path
@@ -119,6 +119,7 @@ def test_an_adapter_of_any_family_is_the_whole_models_and_loads_again(
     assert not torch.allclose(logits(whole), logits(plain(tmp_path / "base")), atol=1e-3)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("kind", SERVED)
 def test_an_adapter_holds_nothing_but_the_language_models_matrices(kind: str, tmp_path: Path) -> None:
     write_composite(tmp_path / "base", kind)
@@ -183,7 +184,7 @@ def test_a_checkpoint_of_an_adapter_is_read_by_load_adapter(gemma3: Path, tmp_pa
     assert torch.equal(logits(model), after)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", COMPOSITES)
 @pytest.mark.parametrize("shards", ["1GB", "30KB"])
 def test_a_merged_model_is_the_whole_one_with_its_towers(kind: str, shards: str, tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ def test_on_a_gpu(name: str, dtype: torch.dtype, nan_memory: None) -> None:
 
 
 @needs_triton
-def test_interpreted() -> None:
-    check_interpreted("codes_checks.py", NAMES)
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_interpreted(dtype: str) -> None:
+    check_interpreted("codes_checks.py", NAMES, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -100,6 +101,7 @@ def test_compiled_for_every_card_with_8_bits(capability: int, kilobytes: int) ->
 
 
 @needs_triton
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("block", [256, 4096, 8192])
 @pytest.mark.parametrize(("stream", "products"), [("*bf16", "*bf16"), ("*fp32", "*bf16"), ("*fp32", "*fp32")])
 def test_sums_of_a_row_are_in_the_order_that_they_have_without_codes(stream: str, products: str, block: int) -> None:

@@ -31,6 +31,7 @@ def test_interpreted() -> None:
 
 
 @needs_triton
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("capability", [75, 86, 90, 120])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_compiled_for_every_card(capability: int, dtype: str) -> None:

@@ -29,7 +29,7 @@ def test_every_family(family: str, nan_memory: None) -> None:
     compare(with_adapters(tiny_model(family)), packed_row(LENGTHS, ROW))
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_fine_tuning(family: str, nan_memory: None) -> None:
     batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(2)]
@@ -228,6 +228,7 @@ def test_an_update_of_any_weight_is_noticed(family: str, full: bool) -> None:
 HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "forward"]
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("where", ["mlp", "self_attn.q_proj", "mlp.up_proj.lora_A.default", "input_layernorm"])
 def test_hooks_on_what_a_layer_calls_run(where: str, kind: str) -> None:

@@ -104,6 +104,7 @@ def test_llama_has_no_window_whatever_its_configuration_says() -> None:
     assert path_of_layers(handle)[0] == "fused"
 
 
+@pytest.mark.matrix(16)
 @pytest.mark.parametrize("first", [True, False], ids=["after a step", "before any"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_on_an_attached_model_is_noticed(change: str, first: bool) -> None:

@@ -38,6 +38,7 @@ def set_decays(model: Any, values: tuple[float, float] | None) -> None:
             net.dt_bias.fill_(values[1])
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("layers", ["stock", "fused"])
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("decays", DECAYS.values(), ids=DECAYS)

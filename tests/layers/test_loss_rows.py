@@ -37,6 +37,7 @@ def on(device: str, batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) for name, value in batch.items()}
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, nan_memory: None) -> None:
     compare(with_adapters(tiny_model(family)), few_labels())

@@ -34,6 +34,7 @@ def close(model: Any, loss: torch.Tensor, exact: Any, exact_loss: torch.Tensor) 
         assert error < 3e-5, f"{name}: {error:.1e}"
 
 
+@pytest.mark.matrix(14)
 @pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)

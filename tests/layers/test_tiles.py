@@ -28,12 +28,14 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "olmo2", "granite")
 """With and without norms before, after and of heads; gate and up in one linear; a multiplier."""
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiles_give_what_whole_mlps_give(family: str, plan: str, nan_memory: None) -> None:
     compare(with_adapters(tiny_model(family)), packed_row(LENGTHS, ROW), plan=replace(PLANS[plan], mlp_rows=37))
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("rows", [1, 5, ROW - 1, ROW, ROW + 1, 16_384])
 def test_any_number_of_rows_serves(rows: int) -> None:
     """Tiles of one row, a last tile of one row, one tile, one longer than the row."""

@@ -37,6 +37,7 @@ def activations(handle: Any) -> tuple[str, str]:
     return next((path.path, path.why) for path in handle.report if path.part == "activations")
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_5_text"])
 def test_every_plan_gives_the_same_bits(family: str, full: bool) -> None:
@@ -106,6 +107,7 @@ def test_what_else_is_recomputed_takes_keywords() -> None:
     assert model.model._gradient_checkpointing_func(torch.mul, x, other=x).tolist() == [1, 1]
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("layers", ["stock", "fused"])
 @pytest.mark.parametrize("name", PLANS)
 def test_detach_restores_and_evaluation_takes_the_plain_way(name: str, layers: Any) -> None:

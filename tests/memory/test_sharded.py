@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.share import share_layers
 from pronghorn.precision.compute import Compute
 from pronghorn.train.checkpoint import Fingerprint
-from support.processes import WORLD, together
+from support.processes import WORLD, selected, together
 from support.tiny import in_4_bits, packed_row, tiny_model
 from support.tolerance import assert_three_way
 
@@ -33,6 +34,8 @@ CASES = [
     ("qwen3_moe", "fused", "offload"),
     ("gpt_oss", "stock", "keep"),
 ]
+QUICK = [CASES[index] for index in (0, 4, 7, 10, 11, 12, 13)]
+"""Each plan, stock and fused, weights in 4 and codes in 8 bits, each kind of layer."""
 
 MOVED = ["llama", "qwen2 nf4", "qwen3_moe nf4"]
 """Constants of blocks, and the parts of experts in few bits, are referred to by what is no parameter."""
@@ -94,9 +97,9 @@ def refusals(model: Any, folder: Path) -> list[str]:
     return messages
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(cases: list[tuple[str, str, str]], rank: int, folder: Path) -> None:
     cpu = torch.device("cpu")
-    for case in CASES:
+    for case in cases:
         name, layers, plan = case
         model = adapted(name)
         before = Fingerprint.of(model)
@@ -117,9 +120,9 @@ def worker(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
-    together(worker, folder)
+    together(partial(worker, selected(request, "case")), folder)
     return folder
 
 
@@ -128,7 +131,9 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("case", CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id="-".join(case), marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_shared_layers_give_the_gradients_of_whole_ones(shared_runs: Path, case: tuple[str, str, str]) -> None:
     name, layers, plan = case
     model = adapted(name)

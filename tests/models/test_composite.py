@@ -169,6 +169,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
         find_model(tmp_path, max_seq_length=64)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", ["rows", "fine-grained", "modelopt fp8"])
 @pytest.mark.parametrize(
     "named", ["model.language_model.layers.0.mlp.up_proj", "language_model.model.layers.0.mlp.up_proj"]

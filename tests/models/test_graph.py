@@ -748,6 +748,7 @@ def benefit_of(model: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tup
     return graphs, graphs._benefit, cuda
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(("accumulated", "phase"), [(n, phase) for n in (1, 2, 3, 4) for phase in range(n)])
 def test_graphs_are_judged_alike_whenever_the_optimiser_steps(
     accumulated: int, phase: int, monkeypatch: pytest.MonkeyPatch

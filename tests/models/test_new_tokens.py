@@ -33,7 +33,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix(9)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("layers", ["stock", "fused"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("what", TRAINED)

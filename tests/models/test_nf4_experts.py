@@ -87,6 +87,7 @@ def test_a_slice_of_experts_is_that_slice_of_all(nested: bool, turned: bool) -> 
     assert weight.shape == weight.dequantise().shape
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("targets", [[], EXPERTS])
 @pytest.mark.parametrize("plan", [Plan.keep(), Plan.recompute()])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

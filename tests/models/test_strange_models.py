@@ -164,7 +164,8 @@ def calls() -> list[Any]:
     nor does reading a configuration of generation or making the quantiser of one."""
     found = []
     for file in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if any(name in text for name in LOADERS) else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS:
                 owner = ast.unparse(node.func.value)
                 if (

@@ -161,6 +161,7 @@ def check(routing: tuple[int, int, int, str], kind: str, dtype: torch.dtype, dev
     errors.check()
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_experts_equal_tokens_one_by_one(routing: tuple[int, int, int, str], kind: str, nan_memory: None) -> None:
@@ -211,6 +212,7 @@ def check_in_8_bits(routing: tuple[int, int, int, str], kind: str, dtype: torch.
     errors.check()
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_frozen_experts_in_8_bits(routing: tuple[int, int, int, str], kind: str, nan_memory: None) -> None:

@@ -57,6 +57,7 @@ def compare(model: Any, device: str, dtype: torch.dtype, draws: int = 1, most: i
     errors.judge(draw, draws, most)
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("attention,metadata", BACKENDS)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_packed_equals_one_document_at_a_time(family: str, attention: str, metadata: str, nan_memory: None) -> None:

@@ -206,6 +206,7 @@ def test_experts_that_never_train_are_found_and_idle_ones_are_not_errors() -> No
     assert {(name, expert) for name, expert, _ in routed.untrained()} == {(a, seen), (b, seen)}
 
 
+@pytest.mark.slow
 def test_expert_lora_learns_what_attention_lora_can_not() -> None:
     """A next token that depends on the current one alone, by a table: rank 2 on attention is left far behind, with
     twice the steps too."""

@@ -197,6 +197,7 @@ def with_adapter(family: str) -> Any:
     return model
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("policy", [Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER, Policy.OFFLOAD])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_what_is_recomputed_is_routed_alike(family: str, policy: Policy) -> None:
@@ -228,6 +229,7 @@ def test_copies_and_adapters_merged_switched_off_and_on() -> None:
     same(merged(input_ids=IDS).logits, wanted)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_merged_experts(family: str, tmp_path: Path) -> None:
     """The saved checkpoint computes what the adapted model does; in 16 bits a token may go to other experts."""

@@ -42,6 +42,7 @@ def positions_told(metadata: str) -> Iterator[None]:
         pytest.skip(str(error))
 
 
+@pytest.mark.matrix(22)
 @pytest.mark.parametrize("attention,metadata", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_one_document_at_a_time(family: str, attention: str, metadata: str, nan_memory: None) -> None:

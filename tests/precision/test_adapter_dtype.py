@@ -36,6 +36,7 @@ def test_adapters_have_the_dtype_asked_for_over_any_base(base: torch.dtype, aske
     assert model.get_input_embeddings().weight.dtype is base
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("asked", ["float32", "bfloat16"])
 @pytest.mark.parametrize("load_in_4bit", [False, True])
 def test_the_trainer_and_the_optimiser_keep_it_and_the_plan_counts_it(

@@ -43,6 +43,7 @@ def error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> flo
     return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(("family", "base"), MODELS)
 def test_the_loss_is_that_without_8_bits_to_the_bit(family: str, base: str) -> None:
     model, batch, found = model_of(family, base), packed_row(LENGTHS, ROW), {}
@@ -63,6 +64,7 @@ def test_the_loss_is_that_without_8_bits_to_the_bit(family: str, base: str) -> N
         assert 0 < errors[0] < 0.7 * errors[1]
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     ("family", "base", "policy"),
     [("llama", base, policy) for base in ("bf16", "nf4") for policy in POLICIES]

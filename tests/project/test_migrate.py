@@ -56,6 +56,7 @@ def chat_model(stories: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("tool", ["Axolotl", "LLaMA-Factory"])
 def test_a_configuration_becomes_the_recipe_beside_it_which_trains(tool: str, place: Path, chat_model: Path) -> None:
     theirs, ours = blocks(tool, "yaml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,19 +53,22 @@ def names_in(text: str) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, word) for word in words)
 
 
-FILES = {
-    file.relative_to(SOURCE).as_posix(): list(names_in(file.read_text()))
-    for file in sorted(SOURCE.rglob("*.py"))
-    if "families" not in file.relative_to(SOURCE).parts[:-1]
-}
+@functools.cache
+def names_in_files() -> dict[str, list[tuple[int, str]]]:
+    """Return what `names_in` finds in each file."""
+    return {
+        file.relative_to(SOURCE).as_posix(): list(names_in(file.read_text()))
+        for file in sorted(SOURCE.rglob("*.py"))
+        if "families" not in file.relative_to(SOURCE).parts[:-1]
+    }
 
 
 def test_names_of_a_model_stand_in_its_family_s_file_only() -> None:
-    assert {file: names for file, names in FILES.items() if names and file not in EXCEPTIONS} == {}
+    assert {file: names for file, names in names_in_files().items() if names and file not in EXCEPTIONS} == {}
 
 
 def test_every_exception_is_needed() -> None:
-    assert [file for file in EXCEPTIONS if not FILES[file]] == []
+    assert [file for file in EXCEPTIONS if not names_in_files()[file]] == []
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def put_files(recipe: dict[str, Any], folder: Path) -> None:
                 source.pop(key, None)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "text", [*AXOLOTL.values(), *LLAMA_FACTORY.values()], ids=[f"{n}" for n in [*AXOLOTL, *LLAMA_FACTORY]]
 )

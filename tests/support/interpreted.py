@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
-import subprocess
+import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 TESTS = Path(__file__).parents[1]
 
 
 def check_interpreted(script: str, names: Sequence[str], *arguments: str) -> None:
-    """Run a file of tests/support, which checks these kernels, in a process of its own: the interpreter is chosen when
-    a kernel is defined."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    command = [sys.executable, str(TESTS / "support" / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in names]
+    """Run a file of tests/support, which checks these kernels, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        printed = [Path(folder) / name for name in ("stdout", "stderr")]
+        line = [str(TESTS / "support" / script), *arguments]
+        process = _interpreting().Process(target=_run, args=(line, printed), daemon=True)
+        process.start()
+        process.join()
+        output, errors = (path.read_text() if path.exists() else "" for path in printed)
+    assert process.exitcode == 0, errors[-3000:]
+    assert output.split("\n")[:-1] == [f"{name} ok" for name in names]
+
+
+@functools.cache
+def _interpreting() -> multiprocessing.context.ForkServerContext:
+    """Return what forks processes from one that has imported the kernels for the interpreter, which is chosen when a
+    kernel is defined."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"support.{name}_checks" for name in ("kernel", "moe", "codes", "packed")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *sys.path]))
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _run(line: list[str], printed: list[Path]) -> None:
+    for descriptor, path in enumerate(printed, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.argv = line
+    runpy.run_path(line[0], run_name="__main__")
 
 
 def begin() -> None:

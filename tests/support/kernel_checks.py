@@ -111,10 +111,10 @@ def check_rms_norm(device: str, dtype: torch.dtype) -> None:
 
 
 def of_rms_norm(device: str, dtype: torch.dtype, sizes: Sequence[tuple[int, int]]) -> None:
-    for tokens, width in sizes:
+    for index, (tokens, width) in enumerate(sizes):
         x, dy = (random(tokens, width, device=device, dtype=dtype, seed=s) for s in (1, 2))
         weight = random(width, device=device, dtype=dtype, seed=3)
-        for offset in (0.0, 1.0):
+        for offset in (0.0, 1.0) if device == "cuda" else (float(index % 2),):  # in turns for the interpreter
             compare("rms_norm", rms_norm.forward_triton, rms_norm.forward, x, weight, 1e-5, offset)
             _, rstd = rms_norm.forward(x.cpu(), weight.cpu(), 1e-5, offset)
             for weight_grad in (False, True):
@@ -226,7 +226,10 @@ def check_glu(device: str, dtype: torch.dtype) -> None:
                 assert (grad.data_ptr() == mine.data_ptr()) is donated and torch.equal(mine, gate_up) is not donated
 
             # in three numbers luck decides whose error is larger; one of two without an adapter; unequal ranks
-            for ranks in ((1, 1), (6, 0), (0, 40), (5, 20)) if tokens > 1 else ():
+            pairs = ((1, 1), (0, 40), (6, 0), (5, 20)) if tokens > 1 else ()
+            if device == "cpu":  # half of them for each activation, which the interpreter takes long enough for
+                pairs = pairs[::2] if activation == "silu" else pairs[1::2]
+            for ranks in pairs:
                 xa = random(tokens + 1, sum(ranks), device=device, dtype=dtype, seed=3)
                 xa[tokens] = float("nan")  # nor is what lies behind xa
                 xa = xa[:tokens]
@@ -257,7 +260,7 @@ def check_rope(device: str, dtype: torch.dtype) -> None:
             more = torch.cat([qkv, qkv[:1]] * 2)  # behind it rows of nobody's
             compare("rope", rope.forward_triton, rope.forward, more[:tokens], cos, sin, heads)
             assert torch.equal(more[tokens:], torch.cat([qkv[:1], qkv, qkv[:1]]))
-            for weight_grad in (False, True):
+            for weight_grad in (False, True) if device == "cuda" or raw is not None else (False,):
                 arguments = cos, sin, heads, raw, weight_grad
                 compare("rope backward", on_a_copy(rope.backward_triton_), on_a_copy(rope.backward_), grads, *arguments)
 

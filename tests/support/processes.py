@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -19,6 +20,14 @@ from pronghorn.memory.sharded_state import gathering
 from pronghorn.models.families import base_causal_lm
 
 WORLD = 2
+
+
+def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """Return a parameter's values in those of a file's tests that were selected, in order: what to compute for them."""
+    variants = [
+        item.callspec for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(each.params[name] for each in variants if name in each.params))
 
 
 def together(work: Callable[[int, Path], None], folder: Path, world: int = WORLD) -> None:

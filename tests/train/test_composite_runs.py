@@ -58,6 +58,7 @@ def logits(model: Any) -> torch.Tensor:
     return result
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     method: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("full", "max_grad_norm", "optim"),
     [(False, 1.0, "adamw_torch_fused"), (True, 0.0, "adamw_torch_fused"), (False, 1.0, "adamw_torch")],
@@ -98,6 +99,7 @@ def test_a_planted_overflow_skips_one_step_and_halves_the_scale(
     assert steps.rates[-1] == pytest.approx(5e-3 / STEPS) and trainer.state.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_too_large_falls_until_it_fits(stories: Path, tmp_path: Path) -> None:
     trainer, steps = trainer_of(stories, tmp_path, max_steps=20)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)

@@ -142,6 +142,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
 def test_attach_then_shard_then_step_equals_one_process(sharded: Path, case: tuple[str, bool, bool, bool, str]) -> None:
     name, adapters, tied, _, _ = case

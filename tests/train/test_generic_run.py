@@ -32,6 +32,7 @@ def changes(folder: Path, method: str, **more: dict[str, Any]) -> dict[str, Any]
     }
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("model_type", "method", "recompute"),
     [("gpt_neox", "lora", True), ("gpt_neox", "full", False), ("gpt2", "lora", "auto"), ("starcoder2", "full", True)],
@@ -55,6 +56,7 @@ def test_a_recipe_trains_an_unknown_family_packed(
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.model_type == model_type
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_family_that_mixes_is_refused_packed_and_trains_unpacked(
     make: Make,  # noqa: F811

@@ -132,7 +132,7 @@ def undisturbed(method: str) -> tuple[list[float], dict[str, Tensor]]:
     return train(model)[0], model.state_dict()
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("when", WHEN, ids=str)
 @pytest.mark.parametrize("point", POINTS)
@@ -429,6 +429,7 @@ def two_trainings(rank: int, folder: Path) -> None:
         events: list[OutOfMemory] = []
         guard = OomRetry(events.append)
         guard.begin(waits_for_others=False)
+        dist.barrier()  # on a busy machine the first one may begin when the other has failed already
         failing = Failing("loss", 1) if rank == 1 and training == 0 else None
 
         def micro_batch(batch: dict[str, Any], model: Any = model) -> Tensor:

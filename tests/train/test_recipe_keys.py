@@ -52,6 +52,7 @@ def test_dora_goes_by_the_slower_path_and_the_reason_is_told() -> None:
     assert unfused_reason([model.base_model.model[0]], torch.float32) == "an adapter that is not plain LoRA"
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
 def test_what_was_taken_out_of_the_base_is_saved_as_plain_lora(
     init: str, make: Make, tmp_path: Path, stories: Path
@@ -71,13 +72,14 @@ def test_a_pattern_of_no_module_is_refused(make: Make) -> None:
         run(make("run", adapter={"rank_pattern": {"dwn_proj": 8}}), QUIET)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("optimizer", ["adafactor", "rmsprop", "adagrad", "sgd"])
 def test_optimisers_of_transformers_train(optimizer: str, make: Make) -> None:
     record = run(make("run", train={**PLAIN, "optimizer": optimizer}), QUIET)
     assert record.heldout["after"] != record.heldout["before"]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("scheduler", "more"),
     [

@@ -72,6 +72,7 @@ def test_a_run_leaves_adapter_and_record(recipe: Any, tmp_path: Path) -> None:
         run(settings, QUIET)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("packed", [True, False])
 def test_documents_are_written_once(recipe: Any, tmp_path: Path, packed: bool) -> None:
     """The token cache's files are what is trained on: nothing writes them once more beside them."""

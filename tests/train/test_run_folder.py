@@ -399,14 +399,15 @@ def test_a_hangup_saves_and_leaves_although_the_terminal_is_gone(make: Make, tmp
     assert state.check_manifest(saved, "pronghorn-checkpoint-v2", "") and saved.name != "checkpoint-5000"
 
 
-def test_a_hangup_again_is_the_same_one_and_nohup_stays() -> None:
+def test_a_hangup_again_is_the_same_one_and_nohup_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.train.control.SAME_SIGNAL", 0.1)
     gone: list[bool] = []
     control = RunControl(None, None, None)
     control.hang_up = lambda: gone.append(True)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests may ignore it
     with control.signals():
         signal.raise_signal(signal.SIGHUP)
-        time.sleep(1.1)
+        time.sleep(0.2)
         signal.raise_signal(signal.SIGHUP)
     assert control._asked == signal.SIGHUP and gone == [True, True]
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL

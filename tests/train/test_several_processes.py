@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,9 @@ def train(processes: int, file: str, *arguments: str) -> subprocess.CompletedPro
     return launch(processes, file, *arguments, folder=Path(file).parent)
 
 
+WAYS = (2, started), (3, train), (4, train)
+
+
 @pytest.fixture(scope="module")
 def alone(recipe: Make) -> Path:
     file, run = recipe("alone")
@@ -61,21 +65,26 @@ def alone(recipe: Make) -> Path:
     return run
 
 
-@pytest.mark.parametrize("processes", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-def test_steps_are_the_same_on_any_number_of_processes(recipe: Make, alone: Path, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "run_by"), [(2, train), *(pytest.param(*way, marks=pytest.mark.slow) for way in WAYS)]
+)
+def test_steps_are_the_same_on_any_number_of_processes(
+    recipe: Make, alone: Path, processes: int, run_by: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     accumulation = {"gradient_accumulation_steps": 4}
     if processes == 3:  # four rows can't be shared by three: three micro-batches of four rows can
         accumulation = {"gradient_accumulation_steps": 3}
         file, alone = recipe("alone-of-3", **accumulation)
         assert train(1, file).returncode == 0
-    file, run = recipe(f"on-{processes}", **accumulation)
-    done = train(processes, file) if processes > 2 else started(processes, file)
+    file, run = recipe(f"on-{processes}-{run_by.__name__}", **accumulation)
+    done = run_by(processes, file)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Held-out loss before training") == 1
     assert f"Rows dealt to {processes} processes" in done.stdout
     same(run, alone)
 
 
+@pytest.mark.slow
 def test_layers_that_are_shared_train_the_same(recipe: Make, alone: Path) -> None:
     file, run = recipe("shared", {"strategy": "sharded"})
     done = train(2, file, "memory.gradient_checkpointing=true")
@@ -108,6 +117,7 @@ def full_alone(recipe: Make) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_trained_layers_that_are_shared_train_the_same(full_shared: Path, full_alone: Path) -> None:
     run = full_shared
     paths = {path["part"]: path["path"] for path in json.loads((run / "run.json").read_text())["paths"]}
