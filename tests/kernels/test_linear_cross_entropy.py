@@ -50,7 +50,7 @@ def test_a_trained_head(device: str, vocab: int, rows: int, monkeypatch: pytest.
 
 
 def test_what_lies_between_rows_of_logits_is_finite(nan_memory: None) -> None:
-    """With bfloat16 and an odd slice a CPU with AMX multiplies what lies beyond it by zero, so that NaN would spread."""
+    """With bfloat16 and an odd slice a CPU with AMX multiplies what lies beyond it by zero: NaN would spread."""
     logits = module._logits(torch.randn(3, WIDTH), torch.randn(131, WIDTH))
     assert logits.stride(0) == 136 and logits.as_strided((3, 136), (136, 1)).isfinite().all()
 

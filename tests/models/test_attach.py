@@ -716,3 +716,19 @@ def test_compiled_experts_are_refused_with_the_true_reason() -> None:
     attach(model)
     with pytest.raises(UnsupportedError, match=r"torch\.compile can't trace Pronghorn's experts"):
         torch.compile(model, backend="eager")(**packed_row([20, 12], 32))
+
+
+@pytest.mark.parametrize("layers", [["attention"] * 3, ["mamba", "attention", "mamba"]], ids=["fused", "generic"])
+def test_models_without_routers_balance_none(layers: list[str]) -> None:
+    """Granite 4's dense models have their siblings' configuration: TRL asks it for the routers' logits."""
+    ids = torch.randint(3, VOCAB, (1, 20))
+    model = tiny_model("granitemoehybrid", layer_types=layers)
+    attach(model)
+    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss]
+    losses.append(model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=True).loss)
+    model.config.output_router_logits = True
+    losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
+    if layers[0] == "attention":
+        losses += [model(**packed_row([20], 20), output_router_logits=asked).loss for asked in (False, None, True)]
+        assert losses[3] == losses[4] == losses[5]
+    assert losses[0] == losses[1] == losses[2]

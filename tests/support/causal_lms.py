@@ -100,6 +100,8 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "n_groups": 1},
@@ -108,6 +110,13 @@ OWN: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "audio_config": {**_TOWER, "num_blocks": 1, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
         "vision_config": {**_TOWER, "num_hidden_layers": 2, "image_size": 28, "crop_size": 28},
+    },
+    "qwen4_exp_text": {
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
     },
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
@@ -153,6 +162,11 @@ def small_config(model_type: str) -> Any:
         sizes = {key: size for key, size in sizes.items() if key not in ("num_key_value_heads", "head_dim")}
         sizes |= {"num_key_value_heads": 4} if "num_key_value_heads" in fields else {}
     sizes |= {key: 0.0 for key, value in fields.items() if "drop" in key and isinstance(value, float)}
+    for name in ("layer_types", "mlp_layer_types"):  # each kind of layer that there is
+        kinds = list(dict.fromkeys(getattr(default, name, None) or ()))
+        if len(kinds) > 1 and name in fields:
+            count = sizes["num_hidden_layers"] = max(len(kinds), sizes.get("num_hidden_layers", 0))
+            sizes[name] = [kinds[number % len(kinds)] for number in range(count)]
     return AutoConfig.for_model(model_type, **sizes | own)
 
 

@@ -178,9 +178,8 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
             for layer in model.model.layers:
-                if (
-                    hasattr(layer, "self_attn") and layer.self_attn.scaling == 1
-                ):  # else scores, and the errors of float32, are far from trained ones'
+                # else scores, and the errors of float32, are far from trained ones'
+                if getattr(getattr(layer, "self_attn", None), "scaling", None) == 1:
                     layer.self_attn.q_norm.weight.mul_(layer.self_attn.head_dim**-0.5)
             for name in {name for name, _ in model.named_buffers()} & model.state_dict().keys():
                 buffer = model.get_buffer(name)

@@ -22,13 +22,18 @@ ROWS, COLUMNS, WARPS = 32, 128, 4
 
 def forward_reference(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tensor:
     """Do what `forward` does, in plain torch."""
+    return silu(convolve_reference(x, weight, document_ids)).to(x.dtype)
+
+
+def convolve_reference(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tensor:
+    """Return p [T, C] in float32 (float64), with autograd; arguments are `forward`'s."""
     wide, size = torch.promote_types(x.dtype, torch.float32), weight.shape[1]
     w, y = weight.to(wide), x.to(wide) * weight[:, -1].to(wide)
     for back in range(1, min(size, len(x))):
         same = (document_ids[back:] == document_ids[:-back])[:, None]
         before = torch.where(same, x[:-back].to(wide), 0.0)  # of another document it may be anything
         y = y + torch.nn.functional.pad(before * w[:, size - 1 - back], (0, 0, back, 0))
-    return silu(y).to(x.dtype)
+    return y
 
 
 def backward_reference(

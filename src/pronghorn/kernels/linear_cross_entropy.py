@@ -98,7 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return h Wᵀ, its rows 16 bytes or a multiple apart."""
     padded = hidden.new_empty(len(hidden), -(-len(weight) // EVEN) * EVEN)
-    if len(weight) < padded.shape[1]:  # products on CPUs with AMX read numbers beyond an odd slice, and multiply by zero
+    # CPUs with AMX multiply by zero what lies beyond an odd slice
+    if len(weight) < padded.shape[1]:
         padded[:, len(weight) :].zero_()
     for part in _even(weight):
         torch.mm(hidden, weight[part].t(), out=padded[:, part])

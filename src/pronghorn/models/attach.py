@@ -30,6 +30,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.build import watched
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.isolated_delta import delta_nets, isolate_delta_nets
+from pronghorn.layers.short_conv import isolate_convolutions
 from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
@@ -40,6 +41,7 @@ from pronghorn.models import experts
 from pronghorn.models.attach_options import AttachOptions, Attention, Experimental, Layers
 from pronghorn.models.causal_lm import packed_class
 from pronghorn.models.families import (
+    balances_experts,
     base_causal_lm,
     check_config,
     check_subject,
@@ -278,6 +280,7 @@ def _attach_generic(base: Any, options: AttachOptions) -> Handle:
     previous: Any = type(base)
     packing = GenericPacking(base, implementation(options.backend, "once"), base.config._attn_implementation)
     base.__class__ = generic_class(previous)
+    isolate_convolutions(base)
     setattr(base, PACKING, packing)
     base._pronghorn_handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, None)
     return base._pronghorn_handle
@@ -336,7 +339,7 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return f"experts go transformers' way, {model.config._experts_implementation}, which may wait for the device"
     if rope_limit(model.config) is not None:
         return "RoPE's frequencies depend on the longest position"
-    if getattr(model.config, "output_router_logits", False):
+    if balances_experts(model.config):
         return "the loss needs the routers' logits"
     if looks_tokens_up(model.base_model):
         return "layers read other embeddings of the tokens, which a graph isn't given"

@@ -16,6 +16,7 @@ from pronghorn.families.registry import family_of
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.layers.subclass import subclass
 from pronghorn.models import experts
+from pronghorn.models.families import settle_balance
 from pronghorn.models.loss import packed_lm_loss
 from pronghorn.models.metadata import LOSS_ROWS_ONLY
 
@@ -52,11 +53,7 @@ class PackedCausalLM:
         """Run the backbone, then compute the loss of supervised rows. Logits are never built."""
         from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-        balanced = kwargs.get("output_router_logits")
-        if balanced is None:
-            balanced = getattr(self.config, "output_router_logits", False)
-        if balanced:
-            kwargs["output_router_logits"] = True
+        balanced = settle_balance(self.config, kwargs)
         told = kwargs.get("output_hidden_states", getattr(self.config, "output_hidden_states", False))
         # the last layer may leave unsupervised rows out, unless somebody looks at hidden states or routers' logits
         fewer = packed.loss_rows is not None and len(packed.loss_rows) < packed.tokens
@@ -111,6 +108,7 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
             if supervised and not has_own_loss(self):
                 return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
             kwargs |= {name: value for name, value in given.items() if value is not None}
+            settle_balance(self.config, kwargs)
             return original.forward(self, *args, return_dict=return_dict, **kwargs)
 
     return subclass(original, PackedCausalLM, forward=forward)

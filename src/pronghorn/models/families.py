@@ -65,6 +65,25 @@ def has_experts(config: Any) -> bool:
     return bool(getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0))
 
 
+def balances_experts(config: Any, asked: bool | None = None) -> bool:
+    """Tell whether a batch's loss is to hold the routers' auxiliary loss: as the call asks, else as the configuration.
+
+    Granite 4's dense models have their siblings' configuration, for which TRL asks, and no router.
+    """
+    wanted = getattr(config, "output_router_logits", False) if asked is None else asked
+    counts = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
+    told = [count for count in counts if count is not None]
+    return bool(wanted and (any(told) or not told))
+
+
+def settle_balance(config: Any, kwargs: dict[str, Any]) -> bool:
+    """Return what `balances_experts` tells of a call, and let its keywords say the same."""
+    balanced = balances_experts(config, kwargs.get("output_router_logits"))
+    if kwargs.get("output_router_logits", getattr(config, "output_router_logits", False)) != balanced:
+        kwargs["output_router_logits"] = balanced
+    return balanced
+
+
 def rope_limit(config: Any) -> int | None:
     """Return the tokens up to which RoPE's frequencies are always the same, or None where they always are.
 

@@ -27,7 +27,7 @@ from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.causal_lm import PackedCausalLM, has_own_loss
-from pronghorn.models.families import set_attention
+from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import CHUNK_BYTES
 from pronghorn.models.metadata import stock_batch
 
@@ -153,7 +153,8 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
                 require_isolation(self)
             kwargs = packing.arguments(packed, {**kwargs, "use_cache": False})
             rows = packed.loss_rows if labels is not None and "logits_to_keep" in names else None
-        own = labels is not None and (has_own_loss(self) or _balanced(self, kwargs))
+        balanced = settle_balance(self.config, kwargs)
+        own = labels is not None and (has_own_loss(self) or balanced)
         if own:
             kwargs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
         elif rows is not None:
@@ -213,9 +214,3 @@ def refuse_vision(kwargs: dict[str, Any]) -> None:
 
 def _documents(packed: PackedBatch) -> int:
     return len(packed.lengths) - (packed.padding > 0)
-
-
-def _balanced(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a batch's loss is to hold the routers' auxiliary loss, which is the model's own affair."""
-    asked = kwargs.get("output_router_logits")
-    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
