@@ -40,7 +40,7 @@ def on(device: str, batch: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.matrix(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, nan_memory: None) -> None:
-    compare(with_adapters(tiny_model(family)), few_labels())
+    compare(with_adapters(tiny_model(family)), *(few_labels(seed=seed) for seed in range(4)))  # one may be off by luck
     compare(tiny_model(family, tie_word_embeddings=True), few_labels())
 
 
