@@ -36,7 +36,7 @@ def isolate_convolutions(model: nn.Module) -> None:
             module.__class__ = _isolated_class(own, called)
 
 
-def _falls_back(own: type) -> Callable[..., Any] | None:
+def _falls_back(own: Any) -> Callable[..., Any] | None:
     """Return transformers' function where a class calls it, and it is transformers' own in the place of a package's.
 
     None wherever that can't be told.
@@ -95,8 +95,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        *given, document_ids = ctx.saved_tensors
+        x, weight, document_ids = ctx.saved_tensors
         with torch.enable_grad():
-            leaves = [each.detach().requires_grad_() for each in given]
+            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
             y = convolve_reference(*leaves, document_ids)
         return *torch.autograd.grad(y, leaves, dy.to(y.dtype)), None
