@@ -65,7 +65,7 @@ def test_tf32_is_not_within_1e_5() -> None:
 
 
 def test_every_kernel_s_product_names_ieee() -> None:
-    """Triton's default for float32 operands is tf32. The delta rule's inverse is of float32 always, and goes by q and k."""
+    """Triton's default for float32 operands is tf32. The delta rule's inverse, always float32, goes by its inputs."""
     by_inputs = "'ieee' if k_ptr.dtype.element_ty == tl.float32 else 'tf32x3'"
     products, named_by_inputs = [], 0
     for path in Path(pronghorn.__file__).parent.rglob("*.py"):
