@@ -17,6 +17,7 @@ from pronghorn.models.families import decoder_layers
 from pronghorn.models.generic import Way
 from pronghorn.models.lora import add_lora
 from pronghorn.models.probe import Leak, probe
+from support import causal_lms
 from support.generic import SMALL, generic_model
 
 CLEAN = ("gpt_neox", "gpt2", "opt", "phi", "cohere", "starcoder2", "gemma2", "falcon", "qwen2_moe")
@@ -32,7 +33,7 @@ def tiny(model_type: str) -> Any:
 
 def batch(lengths: list[int], seed: int = 0) -> dict[str, Any]:
     ids = torch.randint(3, SMALL["vocab_size"], (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    return Collator(64, 0)([{"input_ids": ids.tolist(), "labels": ids.tolist(), "lengths": lengths}])
+    return Collator(max(64, sum(lengths)), 0)([{"input_ids": ids.tolist(), "labels": ids.tolist(), "lengths": lengths}])
 
 
 @pytest.mark.parametrize("model_type", CLEAN)
@@ -174,6 +175,26 @@ def test_a_window_is_crossed_where_it_fits_and_named_where_it_does_not() -> None
     assert found.clean
     assert "not crossed: sliding_window 400" in str(found)
     assert not probe(long, lengths=(401, 3)).not_crossed
+
+
+@pytest.mark.parametrize(
+    ("model_type", "limit", "way"),
+    [("llama4_text", "attention_chunk_size", Way.MASK), ("cohere2", "sliding_window", Way.BOUNDS)],
+)
+def test_limits_that_the_probe_does_not_cross_hold(model_type: str, limit: str, way: Way) -> None:
+    """Chunks are in transformers' mask alone; windows are told with each call."""
+    config = causal_lms.small_config(model_type)
+    setattr(config, limit, 200)
+    model = causal_lms.generic(config)
+    pronghorn.attach(model)
+    found = probe(model)
+    assert found.clean and found.way is way and f"{limit} 200" in found.not_crossed
+    packed = batch([230, 5, 410])
+    with torch.no_grad():
+        logits = model(**{name: value for name, value in packed.items() if name != "labels"}).logits[0]
+        for start, end in ((0, 230), (230, 235), (235, 645)):
+            alone = model(input_ids=packed["input_ids"][:, start:end], use_cache=False).logits[0]
+            torch.testing.assert_close(logits[start:end], alone, rtol=1e-3, atol=1e-3)
 
 
 def test_a_forward_that_fails_is_an_error_with_its_cause() -> None:

@@ -72,6 +72,10 @@ def expert_counts(layer: nn.Module) -> Iterator[tuple[str, int]]:
                     yield path, len(parameter)
 
 
+TOLD = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern")
+"""Limits that attention modules tell their function with each call, so that it holds whatever mask there is."""
+COMPUTED = ("mamba_chunk_size", "chunk_size", "max_inference_chunksize")
+"""Chunks that states are computed by, which limit nothing."""
 CHOSEN = ("index_topk",)
 """What names begin with that say how many tokens an indexer chooses for each query: its choice comes as a mask."""
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import UnsupportedError
-from pronghorn.families.generic import CHOSEN, limits_to_cross
+from pronghorn.families.generic import CHOSEN, COMPUTED, TOLD, limits_to_cross
 from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
@@ -60,6 +60,8 @@ class GenericPacking:
     way: Way | None = None
     isolation: Isolation | None = None
     """What the probe found; None before the first packed batch."""
+    crossed: int = 0
+    """Tokens of the probe's longest document."""
 
     @property
     def ways(self) -> list[Way]:
@@ -68,7 +70,9 @@ class GenericPacking:
         ways = [Way.MASK] if any_keyword or "position_ids" in names else []
         windows = limits_to_cross(self.model.config)  # which a mask made here would not have
         chosen = any(name.startswith(CHOSEN) for name in windows)  # what an indexer chooses is no bounds of documents
-        if any_keyword and not chosen and getattr(self.model, "_supports_attention_backend", False):
+        # the probe can't tell whether a limit that it doesn't cross holds without transformers' mask
+        masked = any(n >= self.crossed and name not in (*TOLD, *COMPUTED) for name, n in windows.items())
+        if any_keyword and not (chosen or masked) and getattr(self.model, "_supports_attention_backend", False):
             ways = [Way.BOUNDS, Way.BOUNDS_AND_MASK, Way.MASK]
         return ways if windows else [*ways, Way.OWN_MASK]
 

@@ -139,6 +139,7 @@ def probe(model: Any, lengths: Sequence[int] | None = None) -> Isolation:
     missed = tuple(f"{name} {n:,}" for name, n in limits.items() if n >= max(lengths))
     blank = Isolation(base.config.model_type, None, lengths, missed)
     found = replace(blank, problem="its forward takes neither position_ids nor the bounds of documents")
+    packing.crossed = max(lengths)
     for way in packing.ways:
         tried = _tried(base, packing, replace(blank, way=way))
         if tried.clean or not isinstance(found.problem, Leak):  # a forward that fails in the next way tells less
