@@ -18,7 +18,7 @@ from benchmarks.candidates.base import Spec, autocast, device, set_adapters, tra
 from benchmarks.workload import Row
 from pronghorn.data.packing import Document
 from pronghorn.models.families import base_causal_lm
-from pronghorn.parity.reference import accumulate, kept_gradients, layerwise_upcast
+from pronghorn.parity.reference import accumulate, kept_gradients, upcast_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def compute_reference(spec: Spec, row: Row, folder: Path) -> Reference:
     set_adapters(model, spec.seed)
     parameters = trainable(model)
     documents = [Document(list(row.input_ids[a:b]), list(row.labels[a:b])) for a, b in row.bounds]
-    with layerwise_upcast(base_causal_lm(model)) as upcast:
+    with upcast_of(base_causal_lm(model)) as upcast:
         with autocast(spec.method):
             accumulate(model, documents, row.n_labels)
         kept = kept_gradients(parameters)

@@ -22,6 +22,7 @@ RANK = 16
 LEARNING_RATE = 1e-5
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DELTA_NET_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
+LFM2_TARGETS = ("in_proj", "out_proj", "w1", "w2", "w3")
 DOCUMENTS_A_BATCH = 8
 """Documents in a batch of a candidate that can't pack."""
 
@@ -59,7 +60,9 @@ class Spec:
         asked."""
         routed = has_experts(self.config)
         targets = [*(TARGETS[:4] if routed else TARGETS)]
-        targets += DELTA_NET_TARGETS if "linear_attention" in (self.config.get("layer_types") or ()) else ()
+        kinds = self.config.get("layer_types") or ()
+        targets += DELTA_NET_TARGETS if "linear_attention" in kinds else ()
+        targets = [*TARGETS[:3], *LFM2_TARGETS] if "conv" in kinds else targets
         found = {"r": RANK, "lora_alpha": RANK, "target_modules": targets}
         experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if routed and self.experts == "lora" else []
         return found | ({"target_parameters": experts} if experts else {})

@@ -101,7 +101,9 @@ def build(
     notes += ["recomputes: it knows nothing else"] if spec.recompute in ("offload", "auto") else []
     model.train()
     if padded:
-        notes.append("padded: packed documents of gpt-oss would see each other")
+        notes.append(
+            "padded" + (": packed documents of gpt-oss would see each other" if sinks else ", as TRL's batches are")
+        )
         return Built(PaddedBatches(model), PaddedBatches.make_batch, notes)
     return Built(model, functools.partial(_make_batch, spec, varlen), notes)
 
@@ -159,6 +161,7 @@ def _quantization(spec: Spec) -> dict[str, Any]:
 _LIGER = {"liger_kernel": "liger-kernel"}
 STOCK = (
     Candidate("hf", {}, prepare, build),
+    Candidate("hf-padded", {}, prepare, functools.partial(build, attention="sdpa", padded=True)),
     Candidate("hf-compile", {}, prepare, functools.partial(build, compiled=True), needs_gpu=True),
     Candidate("hf-fla", {"fla": "fla-core"}, prepare_fla, build, needs_gpu=True),
     Candidate("hf-sdpa", {}, prepare, functools.partial(build, attention="sdpa")),

@@ -102,6 +102,17 @@ def _qwen35(layers: int, value_heads: int, **more: Any) -> dict[str, Any]:
 _QWEN35_MOE = {"num_experts": 256, "num_experts_per_tok": 8}
 _QWEN35_MOE |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _QWEN35_A3B = _qwen35(40, 32, **_QWEN35_MOE)
+_ATTENTION_OF_LFM2 = (2, 5, 8, 10, 12, 14)
+_LFM2: dict[str, Any] = {
+    **_rope(1e6),
+    "layer_types": ["full_attention" if number in _ATTENTION_OF_LFM2 else "conv" for number in range(16)],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "norm_eps": 1e-5,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+}
 _MIXTRAL = _rope(1e6, num_local_experts=8, num_experts_per_tok=2)
 _OLMOE = _rope(1e4, num_experts=64, num_experts_per_tok=8)
 _TABLE: dict[str, tuple[Any, ...]] = {
@@ -127,6 +138,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "Gemma-4-12B": ("gemma4_unified_text", 48, 3840, 15360, 16, 8, 256, 262144, True, 1e-6, 262144, _GEMMA4_12B),
     "Gemma-4-31B": ("gemma4_text", 60, 5376, 21504, 32, 16, 256, 262144, True, 1e-6, 262144, _GEMMA4_31B),
     "Gemma-4-26B-A4B": ("gemma4_text", 30, 2816, 2112, 16, 8, 256, 262144, True, 1e-6, 262144, _GEMMA4_26B_A4B),
+    "LFM2-1.2B": ("lfm2", 16, 2048, 12288, 32, 8, 64, 65536, True, 1e-5, 128000, _LFM2),
     "tiny-moe": ("qwen3_moe", 3, 64, 96, 4, 2, 16, 512, False, 1e-6, 8192, _qwen3_moe(8, 2, 32)),
     "tiny-gpt-oss": ("gpt_oss", 4, 64, 32, 4, 2, 16, 512, False, 1e-5, 8192, _gpt_oss(8, 2, 16)),
     "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 40960, _qwen3_moe(128, 8, 768)),
