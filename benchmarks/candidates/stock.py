@@ -161,11 +161,11 @@ def _quantization(spec: Spec) -> dict[str, Any]:
 _LIGER = {"liger_kernel": "liger-kernel"}
 STOCK = (
     Candidate("hf", {}, prepare, build),
-    Candidate("hf-padded", {}, prepare, functools.partial(build, attention="sdpa", padded=True)),
     Candidate("hf-compile", {}, prepare, functools.partial(build, compiled=True), needs_gpu=True),
     Candidate("hf-fla", {"fla": "fla-core"}, prepare_fla, build, needs_gpu=True),
     Candidate("hf-sdpa", {}, prepare, functools.partial(build, attention="sdpa")),
     Candidate("hf-flex", {}, prepare, functools.partial(build, attention="flex_attention"), needs_gpu=True),
+    Candidate("hf-padded", {}, prepare, functools.partial(build, attention="sdpa", padded=True)),
     Candidate("liger", _LIGER, prepare_liger, functools.partial(build, liger=True), needs_gpu=True),
     Candidate(
         "liger-sdpa", _LIGER, prepare_liger, functools.partial(build, attention="sdpa", liger=True), needs_gpu=True
