@@ -33,8 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
     # a command line is made of its functions' signatures again for each call, which took half of the call's time
-    typer.testing._get_command = functools.cache(typer.testing._get_command)
-    copy._deepcopy_dispatch[OrderedDict] = copy_of_ordered_dict  # type: ignore[attr-defined]
+    if hasattr(typer.testing, "_get_command"):
+        typer.testing._get_command = functools.cache(typer.testing._get_command)
+    if hasattr(copy, "_deepcopy_dispatch"):
+        copy._deepcopy_dispatch[OrderedDict] = copy_of_ordered_dict
     os.fsync = lambda descriptor: None  # files need not outlive the machine, and every saved run waits for dozens
     for name in FIXTURES:
         config.pluginmanager.import_plugin(name)
