@@ -35,7 +35,6 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_ma
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "hidden_size_per_layer_input": 0,
     "global_head_dim": 32,
     "sliding_window": 5,
     "tie_word_embeddings": True,
@@ -142,6 +141,7 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     # experts beside a dense MLP
     "gemma4_text with experts": {
         **_GEMMA4,
+        "hidden_size_per_layer_input": 0,
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
         "attention_k_eq_v": True,

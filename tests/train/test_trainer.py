@@ -450,6 +450,21 @@ def test_norms_of_gradients_are_taken_once(
     assert_equal_weights(found[1], stock[1])
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_model_without_routers_is_not_asked_for_their_logits(
+    stories: Path, documents: Dataset, tmp_path: Path, packing: bool
+) -> None:
+    """TRL asks whatever has the field in its configuration, and leaves its answer there for who loads the result."""
+    tiny_model("granitemoehybrid", vocab_size=512).save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "model")
+    model, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "model"), max_seq_length=ROW)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    settings = config(tmp_path / "out", max_steps=1, packing=packing)
+    trainer = SFTTrainer(model, settings, train_dataset=documents, tokenizer=tokenizer)
+    trainer.train()
+    assert len(losses(trainer)) == 1 and not model.config.output_router_logits
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_models_plan_decides_about_recompute(
     stories: Path, documents: Dataset, tmp_path: Path, asked: bool

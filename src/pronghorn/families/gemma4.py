@@ -90,6 +90,11 @@ def _head_dim(config: Any, kind: str) -> int:
     return int(config.per_layer_config[number].head_dim)
 
 
+def _per_layer(config: Any) -> int:
+    """Return the size of a token's input of each layer; 0 where a configuration knows none (`gemma4_unified`)."""
+    return getattr(config, "hidden_size_per_layer_input", 0)
+
+
 def _gguf_values(config: Any) -> dict[str, Any]:
     wide, narrow = _head_dim(config, "full_attention"), _head_dim(config, "sliding_attention")
     layers, first_shared = range(config.num_hidden_layers), config.num_hidden_layers - config.num_kv_shared_layers
@@ -115,7 +120,7 @@ def _gguf_values(config: Any) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
         "shared_kv_layers": config.num_kv_shared_layers,
-        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "embedding_length_per_layer_input": _per_layer(config),
         "final_logit_softcapping": config.final_logit_softcapping or 0.0,  # 30 unless llama.cpp is told
     }
 
@@ -130,7 +135,7 @@ def _gguf_unlike(config: Any) -> str | None:
         "full_attention",
     ]:
         return "shared keys and values of other layers than a last one with a window and then one without"
-    if config.hidden_size_per_layer_input and own != config.vocab_size:
+    if _per_layer(config) and own != config.vocab_size:
         return f"{own} tokens with inputs of each layer, of {config.vocab_size},"
     if config.attention_bias:
         return "biases in attention"

@@ -33,7 +33,7 @@ from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.attach import attached
-from pronghorn.models.families import base_causal_lm
+from pronghorn.models.families import balances_experts, base_causal_lm
 from pronghorn.models.generic import PACKING
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
@@ -131,6 +131,9 @@ class SFTTrainer(SharedLayersTrainer):
             args.packing, args.eval_packing = asked
         adapted: Any = self.model
         keep_names(adapted)
+        config = base_causal_lm(adapted).config
+        if getattr(self, "aux_loss_enabled", False) and not balances_experts(config, asked=True):
+            self.aux_loss_enabled = config.output_router_logits = False  # TRL asks a model without routers
         for name, parameter in adapted.named_parameters():  # TRL rounds the adapters of a quantised base to bfloat16
             if parameter in trained:
                 if parameter.dtype != trained[parameter].dtype:
