@@ -136,4 +136,5 @@ def state_bytes(name: str, tensors: Iterable[TrainedTensor]) -> tuple[int, int]:
         else:
             device += optimizer.states * codes
         device += optimizer.states * scales
-    return device + (1024 * optimizer.states if maps else 0), paged  # the codes' values, once for all tensors
+    tables = min(optimizer.states, 2) if maps else 0  # AdEMAMix's two means share one
+    return device + 1024 * tables, paged  # the codes' values, once for all tensors
