@@ -266,7 +266,7 @@ def test_unlike_layers_save_what_their_kinds_say() -> None:
 
 
 @pytest.mark.matrix(10)
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "OLMoE-1B-7B"])  # which has no plan
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("OLMoE-1B-7B", "LFM2-1.2B")])  # no plan
 def test_parameters_are_counted_without_weights(name: str) -> None:
     from transformers import AutoModelForCausalLM
 
