@@ -101,9 +101,8 @@ def build(
     notes += ["recomputes: it knows nothing else"] if spec.recompute in ("offload", "auto") else []
     model.train()
     if padded:
-        notes.append(
-            "padded" + (": packed documents of gpt-oss would see each other" if sinks else ", as TRL's batches are")
-        )
+        why = "packed documents of gpt-oss would see each other" if sinks else "as TRL's batches are by default"
+        notes.append(f"padded: {why}")
         return Built(PaddedBatches(model), PaddedBatches.make_batch, notes)
     return Built(model, functools.partial(_make_batch, spec, varlen), notes)
 

@@ -213,6 +213,10 @@ def write_checkpoint(shape: dict[str, Any], folder: Path, seed: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from pronghorn.families.registry import family_of
+    from pronghorn.families.spec import Attention
+    from pronghorn.models.families import decoder_layers
+
     config = AutoConfig.for_model(**shape, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
@@ -226,9 +230,13 @@ def write_checkpoint(shape: dict[str, Any], folder: Path, seed: int) -> None:
                 parameter.normal_(0, 1, generator=generator)
             elif name.endswith("bias"):
                 parameter.zero_()
-        for module in model.modules():
-            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
-                module.q_norm.weight.fill_(module.head_dim**-0.5)
+        family = family_of(config)
+        for layer in decoder_layers(model):
+            for block in family.blocks(layer):
+                attention: Any = layer.get_submodule(block.module)
+                if isinstance(block.kind, Attention) and block.kind.query_norm and attention.scaling == 1.0:
+                    norm: Any = attention.get_submodule(block.kind.query_norm)
+                    norm.weight.fill_(attention.head_dim**-0.5 - family.norm_offset)
     model.generation_config.pad_token_id = PAD
     model.save_pretrained(folder)
     byte_tokenizer(config.max_position_embeddings).save_pretrained(folder)

@@ -22,8 +22,8 @@ from pronghorn.kernels.causal_conv import convolve_reference
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.recompute import has_own_forward
 
-_NAME, _BOUNDS = "causal_conv1d_fn", "seq_idx"
-_PLAIN = (None, "silu", "swish")
+_FUNCTION = "causal_conv1d_fn"
+_ACTIVATIONS = (None, "silu", "swish")
 """The activations that `convolve` knows."""
 
 
@@ -42,9 +42,9 @@ def _falls_back(own: Any) -> Callable[..., Any] | None:
     None wherever that can't be told.
     """
     method = inspect.unwrap(own.forward) if own.__module__.startswith("transformers.models.") else None
-    if not isinstance(method, types.FunctionType) or _NAME not in method.__code__.co_names:
+    if not isinstance(method, types.FunctionType) or _FUNCTION not in method.__code__.co_names:
         return None
-    called = method.__globals__.get(_NAME)
+    called = method.__globals__.get(_FUNCTION)
     if not inspect.isfunction(called):
         return None
     return called if inspect.getclosurevars(called).nonlocals.get("is_new_implementation") is False else None
@@ -55,7 +55,11 @@ def _isolated_class(original: Any, called: Callable[..., Any]) -> type[nn.Module
     method: Any = inspect.unwrap(original.forward)
     convolution = functools.partial(convolve, called)
     forward = types.FunctionType(
-        method.__code__, {**method.__globals__, _NAME: convolution}, "forward", method.__defaults__, method.__closure__
+        method.__code__,
+        {**method.__globals__, _FUNCTION: convolution},
+        "forward",
+        method.__defaults__,
+        method.__closure__,
     )
     forward.__kwdefaults__ = method.__kwdefaults__
     return subclass(original, forward=forward)
@@ -76,8 +80,8 @@ def convolve(
         x: [B, C, L]; weight: [C, K]; bias: [C].
         kwargs: others of that function; `seq_idx` is int32 [1, L], the number of each token's document.
     """
-    document_ids = kwargs.get(_BOUNDS)
-    if document_ids is None or len(x) != 1 or activation not in _PLAIN:
+    document_ids = kwargs.get("seq_idx")
+    if document_ids is None or len(x) != 1 or activation not in _ACTIVATIONS:
         return called(x, weight, bias, activation, **kwargs)
     y = _Convolution.apply(x[0].t(), weight, document_ids[0]).t()[None]
     y = y if bias is None else y + bias[:, None]
