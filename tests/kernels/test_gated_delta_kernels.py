@@ -10,7 +10,7 @@ import torch
 from pronghorn.chunks import chunks_of
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels import causal_conv, delta_gates, gated_delta_backward, gated_delta_forward, gated_norm
-from support.delta_checks import CHECKS, LENGTHS, case, check
+from support.delta_checks import CHECKS, LENGTHS, case, check, check_inverse
 from support.delta_net_checks import CHECKS as NET_CHECKS
 from support.interpreted import check_interpreted
 from support.marks import needs_triton
@@ -19,7 +19,7 @@ from support.marks import needs_triton
 @needs_triton
 @pytest.mark.parametrize("draws", ["some", pytest.param("all", marks=pytest.mark.slow)])
 def test_interpreted_kernels_agree_with_the_recurrence(draws: str) -> None:
-    check_interpreted("delta_checks.py", tuple(CHECKS), draws)
+    check_interpreted("delta_checks.py", (*CHECKS, "inverse"), draws)
 
 
 @pytest.mark.gpu
@@ -36,6 +36,12 @@ def test_kernels_agree_with_the_recurrence_on_a_gpu(
 @pytest.mark.parametrize("name", CHECKS)
 def test_small_heads_agree_with_the_recurrence_on_a_gpu(name: str, dtype: torch.dtype, nan_memory: None) -> None:
     check("cuda", dtype, *CHECKS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_inverse_is_rounded_once_on_a_gpu(dtype: torch.dtype) -> None:
+    check_inverse("cuda", dtype)
 
 
 @needs_triton

@@ -19,7 +19,7 @@ from torch import Tensor
 from pronghorn.chunks import Chunks, chunks_of
 from pronghorn.kernels import gated_delta
 from pronghorn.kernels.gated_delta_backward import backward_triton
-from pronghorn.kernels.gated_delta_forward import forward_triton
+from pronghorn.kernels.gated_delta_forward import L2_EPS, forward_triton
 from support.interpreted import begin
 from support.tolerance import ThreeWay
 
@@ -27,6 +27,8 @@ NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 LENGTHS = (1, 2, 3, 63, 64, 65, 129)
 SMALL = 2, 4, 16, 32
 """Key heads, value heads, D_k, D_v."""
+ALIKE = 1, 3, 32, 16
+"""The sizes at which `case` draws keys of two directions, and β near 1: what the inverse amplifies most."""
 DECAYS = 1e-6, 1.0, 30.0
 
 
@@ -41,7 +43,11 @@ def case(
     q, k, v = qkv.split([key_heads * key_dim] * 2 + [heads * value_dim], 1)
     q, k = (x.unflatten(1, (key_heads, key_dim)) for x in (q, k))
     g = -decay * torch.rand(tokens, heads) * torch.rand(tokens, heads)
-    beta = torch.randn(tokens, heads).sigmoid().to(dtype)
+    beta = torch.randn(tokens, heads).sigmoid()
+    if sizes == ALIKE:
+        k.copy_(torch.randn(tokens, key_heads, 2) @ torch.randn(2, key_dim))
+        beta = 1 - 0.05 * beta
+    beta = beta.to(dtype)
     return [q, k, v.unflatten(1, (heads, value_dim)), g, beta], torch.randn(tokens, heads, value_dim).to(dtype)
 
 
@@ -88,9 +94,25 @@ def check(
         judged.judge(functools.partial(draw, judged, decay), draws, 16)
 
 
+def check_inverse(device: str, dtype: torch.dtype) -> None:
+    """Assert that (I + A)⁻¹ is as near to the exact one as its own rounding lets it be."""
+    (q, k, v, g, beta), _ = case((64,), ALIKE, dtype, 1e-6, 0)
+    chunks = Chunks(*(x.to(device) for x in chunks_of((64,), 1, 64)))
+    ours = forward_triton(*(x.to(device) for x in (q, k, v, g, beta)), chunks, 1.0)[1].inverse.double().cpu()
+    k, g, beta = k[:, 0].double(), g.double(), beta.double()
+    k = k / (k.square().sum(1, keepdim=True) + L2_EPS).sqrt()
+    for head in range(v.shape[1]):
+        total = g[:, head].cumsum(0)
+        a = (beta[:, head, None] * (k @ k.T) * (total[:, None] - total).exp()).tril(-1)
+        exact = (a + torch.eye(64, dtype=a.dtype)).inverse()
+        rounding = (exact.to(dtype).double() - exact).norm()
+        assert (ours[:, head] - exact).norm() <= 1.2 * rounding + 1e-5 * exact.norm(), head
+
+
 CHECKS = {
     "documents": (LENGTHS, SMALL),
-    "one document": ((300,), (1, 3, 32, 16)),
+    "one document": ((300,), (1, 2, 32, 16)),
+    "keys alike": ((64, 65), ALIKE),
 }
 
 FIRST = {
@@ -98,6 +120,8 @@ FIRST = {
     ("documents", torch.float16): (1.0,),
     ("one document", torch.float32): (1.0,),
     ("one document", torch.float16): (1e-6, 30.0),
+    ("keys alike", torch.float32): (1e-6,),
+    ("keys alike", torch.float16): (1e-6,),
 }
 """The decays of what is checked always: the interpreter takes seconds a draw."""
 
@@ -110,3 +134,6 @@ if __name__ == "__main__":
             else:
                 check("cpu", dtype, lengths, sizes, FIRST[name, dtype], draws=1)
         print(name, "ok", flush=True)
+    for dtype in (torch.float32, torch.float16):
+        check_inverse("cpu", dtype)
+    print("inverse ok", flush=True)

@@ -268,37 +268,31 @@ def _key_gradients(
         b = tl.load(sums_ptr + token * H + head, mask=inside, other=last)
         beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
         of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV
-        # −exp(b) β y Sᵀ, what β and exp(b) receive by it, and what exp(b_L) does
-        part = tl.zeros((L, DK), tl.float32)
+        by_state = tl.zeros((L, DK), tl.float32)
+        by_ds = tl.zeros((L, DK), tl.float32)
         by_last = tl.zeros((COLUMNS,), tl.float32)
         for first in range(0, DV, COLUMNS):
             columns = first + tl.arange(0, COLUMNS)
             at = (token[:, None] * H + head) * DV + columns[None, :]
             state, ds = tl.load(states_ptr + of_state + columns[None, :]), tl.load(ds_ptr + of_state + columns[None, :])
             by_last += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 0)
-            part += dot(tl.load(y_ptr + at, mask=whole, other=0.0), tl.trans(state))
-        part *= tl.exp(b)[:, None]
-        along = k_unit * tl.sum(part * tl.load(of_k, mask=whole, other=0.0).to(tl.float32), 1)
-        dk -= part * beta[:, None]
-        # exp(b_L − b) N dS'ᵀ, and what exp(b_L − b) receives
-        part = tl.zeros((L, DK), tl.float32)
-        for first in range(0, DV, COLUMNS):
-            columns = first + tl.arange(0, COLUMNS)
-            at = (token[:, None] * H + head) * DV + columns[None, :]
-            ds = tl.load(ds_ptr + of_state + columns[None, :])
-            part += dot(tl.load(new_ptr + at, mask=whole, other=0.0), tl.trans(ds))
-        part *= tl.exp(last - b)[:, None]
-        by_until = k_unit * tl.sum(part * tl.load(of_k, mask=whole, other=0.0).to(tl.float32), 1)
-        dk += part
+            by_state += dot(tl.load(y_ptr + at, mask=whole, other=0.0), tl.trans(state))
+            by_ds += dot(tl.load(new_ptr + at, mask=whole, other=0.0), tl.trans(ds))
+        # −exp(b) β y Sᵀ, and exp(b_L − b) N dS'ᵀ; what β and exp(b), and exp(b_L − b), receive by them
+        k = tl.load(of_k, mask=whole, other=0.0)
+        by_state *= tl.exp(b)[:, None]
+        along = k_unit * tl.sum(by_state * k.to(tl.float32), 1)
+        by_ds *= tl.exp(last - b)[:, None]
+        by_until = k_unit * tl.sum(by_ds * k.to(tl.float32), 1)
+        dk += by_ds - by_state * beta[:, None]
         # (dP ∘ D)ᵀ q and (X + Xᵀ) k
         square = (token[:, None] * H + head) * L + rows[None, :]
         q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
         dk += dot(tl.trans(tl.load(q_to_k_ptr + square, mask=whole, other=0.0)), q)
-        dk += dot(tl.load(k_to_k_ptr + square, mask=whole, other=0.0), tl.load(of_k, mask=whole, other=0.0))
+        dk += dot(tl.load(k_to_k_ptr + square, mask=whole, other=0.0), k)
         # dg sums db up from the chunk's end; exp(b_L − b) and exp(b_L) have the last token's b, which is in every sum
         db = tl.load(db_inner_ptr + token * H + head, mask=inside, other=0.0) - beta * along - by_until
-        later = tl.where(rows[:, None] >= rows[None, :], db[:, None], 0.0)
-        dg = tl.sum(later + by_until[:, None], 0) + tl.exp(last) * tl.sum(by_last, 0)
+        dg = tl.cumsum(db, 0, reverse=True) + tl.sum(by_until, 0) + tl.exp(last) * tl.sum(by_last, 0)
         tl.store(dg_ptr + token * H + head, dg, mask=inside)
         dbeta = tl.load(dbeta_inner_ptr + token * H + head, mask=inside, other=0.0) - along
         tl.store(dbeta_ptr + token * H + head, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)

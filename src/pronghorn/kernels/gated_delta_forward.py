@@ -4,9 +4,8 @@
 chunks of a document: N = u − w S and the state S at each chunk's start. `_output`, by chunk and value head: o.
 
 Factors of single tokens, such as one over the lengths of q and k, are multiplied in float32, after a product or into an
-operand that is rounded anyway; so q, k and v enter products as they are. Products have float32 sums; their operands
-have the inputs' dtype, those of the inverse float32 (by tensor cores, three times each, where the inputs have 16 bits).
-S is float32 from chunk to chunk and in the inputs' dtype where a product reads it.
+operand that is rounded anyway; so q, k and v enter products as they are. Products have float32 sums and operands of the
+inputs' dtype. S is float32 from chunk to chunk and in the inputs' dtype where a product reads it.
 """
 
 from __future__ import annotations
@@ -70,40 +69,28 @@ def decays(b, L: tl.constexpr):
 
 
 @triton.jit
-def _inverse(a, L: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + a)⁻¹ of a strictly lower triangular a [64, 64]: of its diagonal blocks of 4, of 16, of all.
+def _inverse(a, dtype: tl.constexpr, L: tl.constexpr):
+    """Return (I + a)⁻¹ of a strictly lower triangular a [64, 64], by products whose operands have dtype.
 
-    PRECISION is that of the products of float32: "tf32x3" is near it on tensor cores, "ieee" is it without them.
+    If x inverts the diagonal blocks of some size and o is what a has beside them in those of twice the size, x − x o x
+    inverts the latter. In 16 bits a step of Newton's method follows. Its residual is exact but for float32's rounding,
+    so of x's error the square is left, far below the rounding of the result.
     """
     rows = tl.arange(0, L)
-    block = (rows[:, None] // 4) == (rows[None, :] // 4)
-    one = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-    diagonal = tl.where(block, -a, 0.0)
-    x = diagonal
-    for i in tl.static_range(2, 4):  # by substitution
-        turn = ((rows % 4) == i)[:, None] & block  # row i of all blocks at once: they share no column
-        row = tl.sum(tl.where(turn, diagonal, 0.0), 0)
-        row += tl.sum(row[:, None] * x, 0)
-        x = tl.where(turn, row[None, :], x)
-    x = _inverse_of_four(x + one, a, one, 4, L, PRECISION)
-    return _inverse_of_four(x, a, one, 16, L, PRECISION)
-
-
-@triton.jit
-def _inverse_of_four(x, a, one, SIZE: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverses of I + a's diagonal blocks of 4·SIZE from those of SIZE, x.
-
-    That is (I + M)⁻¹ x, where M = x · (a outside the small blocks), whose fourth power is 0.
-    """
-    rows = tl.arange(0, L)
-    small = (rows[:, None] // SIZE) == (rows[None, :] // SIZE)
-    large = (rows[:, None] // (4 * SIZE)) == (rows[None, :] // (4 * SIZE))
-    m = tl.dot(x, tl.where(large & ~small, a, 0.0), input_precision=PRECISION)
-    # I − M + M² − M³ = (I − M) (I + M²)
-    square = tl.dot(m, m, input_precision=PRECISION)
-    m = one - m
-    m += tl.dot(m, square, input_precision=PRECISION)
-    return tl.dot(m, x, input_precision=PRECISION)
+    apart = rows[:, None] ^ rows[None, :]  # < 2ⁿ: in the same diagonal block of 2ⁿ
+    high = a.to(dtype)
+    low = (a - high.to(tl.float32)).to(dtype)
+    x = tl.where(apart == 0, 1.0, tl.where(apart < 2, -a, 0.0))
+    for n in tl.static_range(1, 6):
+        beside = tl.where((apart >> n) == 1, high, 0.0).to(dtype)
+        rounded = x.to(dtype)
+        x -= dot(rounded, dot(beside, rounded).to(dtype))
+    if dtype != tl.float32:
+        rounded = x.to(dtype)
+        x = rounded.to(tl.float32)
+        residual = tl.where(apart == 0, 1.0, 0.0) - x - (dot(high, rounded) + dot(low, rounded))
+        x += dot(rounded, residual.to(dtype))
+    return x
 
 
 @triton.jit
@@ -139,12 +126,11 @@ def _prepare(
     g = tl.load(g_ptr + token * H + head, mask=inside, other=0.0)
     beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
     # b; past the chunk's end it stays the last token's, so that no exp overflows there: inf · 0 would be nan
-    b = tl.sum(tl.where(rows[:, None] >= rows[None, :], g[None, :], 0.0), 1)
+    b = tl.cumsum(g, 0)
     tl.store(sums_ptr + token * H + head, b, mask=inside)
     # A, and Tm = (I + A)⁻¹
     a = dot(k, tl.trans(k)) * (beta * k_unit)[:, None] * k_unit[None, :] * decays(b, L)
-    exact: tl.constexpr = "ieee" if k_ptr.dtype.element_ty == tl.float32 else "tf32x3"
-    inverse = _inverse(tl.where(rows[:, None] > rows[None, :], a, 0.0), L, exact)
+    inverse = _inverse(tl.where(rows[:, None] > rows[None, :], a, 0.0), k_ptr.dtype.element_ty, L)
     square = (token[:, None] * H + head) * L + rows[None, :]
     tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty), mask=whole)
     # w = Tm β exp(b) k, and u = Tm β v
