@@ -18,17 +18,24 @@ class Chunks(NamedTuple):
     documents: Tensor
     """int32 [D_b, 2]: each document's first chunk and number of chunks; 0 chunks where there is no document."""
     chunks: Tensor
-    """int32 [T // 64 + D_b, 2]: each chunk's first token and length; length 0 where there is no chunk."""
+    """int32 [T // 64 + D_b, 4]: each chunk's first token, length, and the numbers of the states at its start and end, -1
+    at its document's start and end, which have none: at most T // 64 do, whatever the documents. Length 0 where there is
+    no chunk."""
 
 
 def chunks_of(lengths: Sequence[int], bucket: int, tokens: int) -> Chunks:
     """Make the chunks of documents of these lengths, on the host; there is room for `bucket` documents."""
-    documents, chunks, start = array("i"), array("i"), 0
+    documents, chunks, start, state = array("i"), array("i"), 0, 0
     for length in lengths:
-        documents.extend((len(chunks) // 2, -(-length // CHUNK)))
-        for first in range(0, length, CHUNK):
-            chunks.extend((start + first, min(CHUNK, length - first)))
+        count = -(-length // CHUNK)
+        documents.extend((len(chunks) // 4, count))
+        for number in range(count):
+            first, last = number == 0, number == count - 1
+            size = length - number * CHUNK if last else CHUNK
+            chunks.extend((start + number * CHUNK, size, -1 if first else state - 1, -1 if last else state))
+            state += not last
         start += length
     documents.extend([0, 0] * (bucket - len(lengths)))
-    chunks.extend([0, 0] * (tokens // CHUNK + bucket - len(chunks) // 2))
-    return Chunks(*(torch.frombuffer(x, dtype=torch.int32).view(-1, 2) for x in (documents, chunks)))
+    chunks.extend([0, 0, 0, 0] * (tokens // CHUNK + bucket - len(chunks) // 4))
+    bounds = torch.frombuffer(chunks, dtype=torch.int32).view(-1, 4)
+    return Chunks(torch.frombuffer(documents, dtype=torch.int32).view(-1, 2), bounds)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pronghorn.chunks import chunks_of
 from pronghorn.data.batch import (
     DOCUMENT_BUCKET,
     LOSS_ROWS_BUCKET,
@@ -134,12 +135,24 @@ def test_copy_into_a_static_batch() -> None:
     assert [t.data_ptr() for t in (merged.cu_seqlens, merged.document_ids, merged.loss_rows)] == addresses
     assert merged.chunks.chunks.data_ptr() == second.chunk_bounds.data_ptr()
     assert merged.chunks.documents[:4].tolist() == [[0, 1], [1, 1], [2, 1], [0, 0]]
-    assert merged.chunks.chunks[:4].tolist() == [[0, 3], [3, 4], [7, 9], [0, 0]]
+    assert merged.chunks.chunks[:4].tolist() == [[0, 3, -1, -1], [3, 4, -1, -1], [7, 9, -1, -1], [0, 0, 0, 0]]
     assert torch.equal(second.cu_seqlens, first.cu_seqlens) and torch.equal(second.loss_rows, first.loss_rows)
     with pytest.raises(DataError, match="differ in shape"):
         first.copy_into(collate([[3]], 32)["packed"])
     with pytest.raises(DataError, match="loss_rows of the batch"):
         first.without_labels().copy_into(second)
+
+
+def test_only_chunks_between_others_of_their_document_have_states() -> None:
+    """Whatever the documents, a row of T tokens has T // 64 of them at most."""
+    found = chunks_of((64, 65, 1, 200), 16, 384).chunks
+    assert found[:8].tolist() == [
+        [0, 64, -1, -1], [64, 64, -1, 0], [128, 1, 0, -1], [129, 1, -1, -1], [130, 64, -1, 1], [194, 64, 1, 2],
+        [258, 64, 2, 3], [322, 8, 3, -1],
+    ]  # fmt: skip
+    assert not found[8:].any()
+    for lengths in ((384,), (65,) * 5, (1,) * 384, (63, 321)):
+        assert chunks_of(lengths, len(lengths), 384).chunks[:, 2:].max() < 384 // 64
 
 
 def test_room_for_more_documents() -> None:

@@ -39,6 +39,12 @@ def test_small_heads_agree_with_the_recurrence_on_a_gpu(name: str, dtype: torch.
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(16, 16), (16, 128), (32, 64), (64, 32), (64, 64), (128, 64), (128, 256)])
+def test_heads_of_every_size_agree_with_the_recurrence_on_a_gpu(dims: tuple[int, int], nan_memory: None) -> None:
+    check("cuda", torch.bfloat16, (1, 65, 128), (1, 2, *dims), decays=(1.0,))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_inverse_is_rounded_once_on_a_gpu(dtype: torch.dtype) -> None:
     check_inverse("cuda", dtype)

@@ -81,7 +81,7 @@ class PackedBatch:
     chunk_documents: Tensor
     """int32 [D_b, 2]: each document's first chunk of 64 tokens, and how many it has (`chunks.Chunks`)."""
     chunk_bounds: Tensor
-    """int32 [T // 64 + D_b, 2]: each chunk's first token and length."""
+    """int32 [T // 64 + D_b, 4]: each chunk's first token, length and states (`chunks.Chunks`)."""
     loss_rows: Tensor | None
     """int64 [M_b], the positions whose next token is a label, padded to a multiple of 512 with T - 1, which predicts
     nothing. None where the batch was made without labels."""

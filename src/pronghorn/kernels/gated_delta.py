@@ -67,7 +67,7 @@ def _by_document(
     wide, found, spans = torch.promote_types(q.dtype, torch.float32), [], chunks.chunks.tolist()
     for first, count in chunks.documents.tolist():
         if count:
-            start, end = spans[first][0], sum(spans[first + count - 1])
+            start, end = spans[first][0], sum(spans[first + count - 1][:2])
             qd, kd, vd, gd, bd = (x[start:end].to(wide).transpose(0, 1) for x in (q, k, v, g, beta))
             qd, kd = ((x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()) for x in (qd, kd))
             qd, kd = (x.repeat_interleave(v.shape[1] // k.shape[1], 0) for x in (qd * scale, kd))

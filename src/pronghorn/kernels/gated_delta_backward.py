@@ -42,18 +42,18 @@ def _direct(
     do_ptr,  # [T, H, DV]
     sums_ptr,  # float32 [T, H]
     q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
-    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    chunks_ptr,  # int32 [chunks, 4]: `Chunks.chunks`
     dn_ptr,  # [T, H, DV]
     q_row, q_head, k_row, k_head, scale,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write Pᵀ do': some columns of one chunk and value head."""
     chunk, head, columns = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    length = tl.load(chunks_ptr + 4 * chunk + 1)
     if length == 0:
         return
     rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
-    start = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    start = tl.load(chunks_ptr + 4 * chunk).to(tl.int64)
     token, inside = start + rows, rows < length
     whole = inside[:, None]
     q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
@@ -75,22 +75,22 @@ def _state_gradients(
     do_ptr,  # [T, H, DV]
     sums_ptr,  # float32 [T, H]
     q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
-    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    chunks_ptr,  # int32 [chunks, 4]: `Chunks.chunks`
     documents_ptr,  # int32 [documents, 2]: first chunk, number of chunks
     dn_ptr,  # [T, H, DV]: Pᵀ do', and then dN
-    ds_ptr,  # [chunks, H, DK, DV]
+    ds_ptr,  # [states, H, DK, DV]
     q_row, q_head, k_row, k_head, scale,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dN over Pᵀ do', and dS' at each chunk's end: some columns of one document and value head."""
+    """Write dN over Pᵀ do', and dS' at chunks' ends: some columns of one document and value head."""
     columns, head, document = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 1)
     rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
     ds = tl.zeros((DK, COLUMNS), tl.float32)
     for done in tl.range(0, count, num_stages=STAGES):
         chunk = first + count - 1 - done
-        start, length = tl.load(chunks_ptr + 2 * chunk).to(tl.int64), tl.load(chunks_ptr + 2 * chunk + 1)
+        start, length = tl.load(chunks_ptr + 4 * chunk).to(tl.int64), tl.load(chunks_ptr + 4 * chunk + 1)
         token, inside = start + rows, rows < length
         whole = inside[:, None]
         k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
@@ -102,8 +102,9 @@ def _state_gradients(
         q_unit = tl.load(q_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0) * scale
         k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
         rounded = ds.to(k.dtype)
-        to = ds_ptr + (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
-        tl.store(to, rounded)
+        number = tl.load(chunks_ptr + 4 * chunk + 3)
+        to = ds_ptr + (number.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
+        tl.store(to, rounded, mask=number >= 0)
         # dN = Pᵀ do' + exp(b_L − b) k dS'
         dn = (dn + dot(k, rounded) * (tl.exp(last - b) * k_unit)[:, None]).to(k.dtype)
         tl.store(dn_ptr + at, dn, mask=whole)
@@ -124,7 +125,7 @@ def _inner(
     inverse_ptr,  # Tm [T, H, L]
     sums_ptr,  # float32 [T, H]
     q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
-    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    chunks_ptr,  # int32 [chunks, 4]: `Chunks.chunks`
     y_ptr,  # [T, H, DV]: dN, and then y
     dv_ptr,  # [T, H, DV]
     to_q_ptr, q_to_k_ptr, k_to_k_ptr,  # [T, H, L]: what multiplies k in dq, q in dk (transposed), k in dk
@@ -134,11 +135,11 @@ def _inner(
 ):  # fmt: skip
     """Write y over dN, dv, and what the products inside a chunk give: of one chunk and value head."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    length = tl.load(chunks_ptr + 4 * chunk + 1)
     if length == 0:
         return
     rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
-    start = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    start = tl.load(chunks_ptr + 4 * chunk).to(tl.int64)
     token, inside = start + rows, rows < length
     whole = inside[:, None]
     beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
@@ -190,9 +191,9 @@ def _query_gradients(
     do_ptr,  # [T, H, DV]
     sums_ptr,  # float32 [T, H]
     q_unit_ptr,  # float32 [T, H_k]
-    states_ptr,  # [chunks, H, DK, DV]
+    states_ptr,  # [states, H, DK, DV]
     to_q_ptr,  # [T, H, L]
-    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    chunks_ptr,  # int32 [chunks, 4]: `Chunks.chunks`
     dq_ptr,  # [T, H_k, DK]
     db_inner_ptr,  # float32 [T, H], to which is added
     q_row, q_head, k_row, k_head, scale,
@@ -200,22 +201,24 @@ def _query_gradients(
 ):  # fmt: skip
     """Write dq of one chunk and key head, and add to db what exp(b) receives by it."""
     chunk, key = tl.program_id(0), tl.program_id(1)
-    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    length = tl.load(chunks_ptr + 4 * chunk + 1)
     if length == 0:
         return
     rows, wide = tl.arange(0, L), tl.arange(0, DK)
-    token, inside = tl.load(chunks_ptr + 2 * chunk).to(tl.int64) + rows, rows < length
+    token, inside = tl.load(chunks_ptr + 4 * chunk).to(tl.int64) + rows, rows < length
     whole = inside[:, None]
     q_unit = tl.load(q_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+    number = tl.load(chunks_ptr + 4 * chunk + 2)
     dq = tl.zeros((L, DK), tl.float32)
     for served in range(GROUP):
         head = key * GROUP + served
         part = tl.zeros((L, DK), tl.float32)
-        for first in range(0, DV, COLUMNS):
-            columns = first + tl.arange(0, COLUMNS)
-            of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
-            do = tl.load(do_ptr + (token[:, None] * H + head) * DV + columns[None, :], mask=whole, other=0.0)
-            part += dot(do, tl.trans(tl.load(states_ptr + of_state)))
+        if number >= 0:
+            of_state = (number.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV
+            for first in range(0, DV, COLUMNS):
+                columns = first + tl.arange(0, COLUMNS)
+                do = tl.load(do_ptr + (token[:, None] * H + head) * DV + columns[None, :], mask=whole, other=0.0)
+                part += dot(do, tl.trans(tl.load(states_ptr + of_state + columns[None, :])))
         # exp(b) do' Sᵀ
         part *= (tl.exp(tl.load(sums_ptr + token * H + head, mask=inside, other=0.0)) * scale)[:, None]
         q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
@@ -241,10 +244,10 @@ def _key_gradients(
     new_ptr, y_ptr,  # [T, H, DV]
     sums_ptr,  # float32 [T, H]
     k_unit_ptr,  # float32 [T, H_k]
-    states_ptr, ds_ptr,  # S and dS' [chunks, H, DK, DV]
+    states_ptr, ds_ptr,  # S and dS' [states, H, DK, DV]
     q_to_k_ptr, k_to_k_ptr,  # [T, H, L]
     db_inner_ptr, dbeta_inner_ptr,  # float32 [T, H]
-    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    chunks_ptr,  # int32 [chunks, 4]: `Chunks.chunks`
     dk_ptr,  # [T, H_k, DK]
     dg_ptr, dbeta_ptr,  # [T, H]
     q_row, q_head, k_row, k_head,
@@ -252,44 +255,55 @@ def _key_gradients(
 ):  # fmt: skip
     """Write dk of one chunk and key head, and dg and dβ of its value heads."""
     chunk, key = tl.program_id(0), tl.program_id(1)
-    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    length = tl.load(chunks_ptr + 4 * chunk + 1)
     if length == 0:
         return
     rows, wide = tl.arange(0, L), tl.arange(0, DK)
-    start = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    start = tl.load(chunks_ptr + 4 * chunk).to(tl.int64)
     token, inside = start + rows, rows < length
     whole = inside[:, None]
     k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
     of_k = k_ptr + token[:, None] * k_row + key * k_head + wide[None, :]
+    before, after = tl.load(chunks_ptr + 4 * chunk + 2), tl.load(chunks_ptr + 4 * chunk + 3)
     dk = tl.zeros((L, DK), tl.float32)
     for served in range(GROUP):
         head = key * GROUP + served
         last = tl.load(sums_ptr + (start + length - 1) * H + head)
         b = tl.load(sums_ptr + token * H + head, mask=inside, other=last)
         beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
-        of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV
-        by_state = tl.zeros((L, DK), tl.float32)
-        by_ds = tl.zeros((L, DK), tl.float32)
+        of_state = (before.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV
+        of_ds = (after.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV
+        # −exp(b) β y Sᵀ, what β and exp(b) receive by it, and what exp(b_L) does
+        part = tl.zeros((L, DK), tl.float32)
         by_last = tl.zeros((COLUMNS,), tl.float32)
-        for first in range(0, DV, COLUMNS):
-            columns = first + tl.arange(0, COLUMNS)
-            at = (token[:, None] * H + head) * DV + columns[None, :]
-            state, ds = tl.load(states_ptr + of_state + columns[None, :]), tl.load(ds_ptr + of_state + columns[None, :])
-            by_last += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 0)
-            by_state += dot(tl.load(y_ptr + at, mask=whole, other=0.0), tl.trans(state))
-            by_ds += dot(tl.load(new_ptr + at, mask=whole, other=0.0), tl.trans(ds))
-        # −exp(b) β y Sᵀ, and exp(b_L − b) N dS'ᵀ; what β and exp(b), and exp(b_L − b), receive by them
-        k = tl.load(of_k, mask=whole, other=0.0)
-        by_state *= tl.exp(b)[:, None]
-        along = k_unit * tl.sum(by_state * k.to(tl.float32), 1)
-        by_ds *= tl.exp(last - b)[:, None]
-        by_until = k_unit * tl.sum(by_ds * k.to(tl.float32), 1)
-        dk += by_ds - by_state * beta[:, None]
+        if before >= 0:
+            for first in range(0, DV, COLUMNS):
+                columns = first + tl.arange(0, COLUMNS)
+                at = (token[:, None] * H + head) * DV + columns[None, :]
+                state = tl.load(states_ptr + of_state + columns[None, :])
+                if after >= 0:
+                    ds = tl.load(ds_ptr + of_ds + columns[None, :])
+                    by_last += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 0)
+                part += dot(tl.load(y_ptr + at, mask=whole, other=0.0), tl.trans(state))
+        part *= tl.exp(b)[:, None]
+        along = k_unit * tl.sum(part * tl.load(of_k, mask=whole, other=0.0).to(tl.float32), 1)
+        dk -= part * beta[:, None]
+        # exp(b_L − b) N dS'ᵀ, and what exp(b_L − b) receives
+        part = tl.zeros((L, DK), tl.float32)
+        if after >= 0:
+            for first in range(0, DV, COLUMNS):
+                columns = first + tl.arange(0, COLUMNS)
+                at = (token[:, None] * H + head) * DV + columns[None, :]
+                ds = tl.load(ds_ptr + of_ds + columns[None, :])
+                part += dot(tl.load(new_ptr + at, mask=whole, other=0.0), tl.trans(ds))
+        part *= tl.exp(last - b)[:, None]
+        by_until = k_unit * tl.sum(part * tl.load(of_k, mask=whole, other=0.0).to(tl.float32), 1)
+        dk += part
         # (dP ∘ D)ᵀ q and (X + Xᵀ) k
         square = (token[:, None] * H + head) * L + rows[None, :]
         q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
         dk += dot(tl.trans(tl.load(q_to_k_ptr + square, mask=whole, other=0.0)), q)
-        dk += dot(tl.load(k_to_k_ptr + square, mask=whole, other=0.0), k)
+        dk += dot(tl.load(k_to_k_ptr + square, mask=whole, other=0.0), tl.load(of_k, mask=whole, other=0.0))
         # dg sums db up from the chunk's end; exp(b_L − b) and exp(b_L) have the last token's b, which is in every sum
         db = tl.load(db_inner_ptr + token * H + head, mask=inside, other=0.0) - beta * along - by_until
         dg = tl.cumsum(db, 0, reverse=True) + tl.sum(by_until, 0) + tl.exp(last) * tl.sum(by_last, 0)

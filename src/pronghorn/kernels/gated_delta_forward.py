@@ -52,7 +52,7 @@ class Saved(NamedTuple):
     """float32 [T, H_k]: one over q's length, and over k's."""
     k_unit: Tensor
     states: Tensor
-    """[chunks, H_v, D_k, D_v]: S at each chunk's start."""
+    """[T // 64, H_v, D_k, D_v]: S at the start of each chunk that isn't its document's first."""
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _prepare(
     q_ptr, k_ptr,  # [T, H_k, DK]
     v_ptr,  # [T, H, DV]
     g_ptr, beta_ptr,  # [T, H]
-    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    chunks_ptr,  # int32 [chunks, 4]: `Chunks.chunks`
     w_ptr,  # [T, H, DK]
     u_ptr,  # [T, H, DV]
     inverse_ptr,  # [T, H, L]
@@ -109,11 +109,11 @@ def _prepare(
 ):  # fmt: skip
     """Write Tm, w, u and b of one chunk and value head, and one over the lengths of its q and k."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    length = tl.load(chunks_ptr + 4 * chunk + 1)
     if length == 0:  # the list is as long as any row may need
         return
     rows, wide = tl.arange(0, L), tl.arange(0, DK)
-    token = tl.load(chunks_ptr + 2 * chunk).to(tl.int64) + rows
+    token = tl.load(chunks_ptr + 4 * chunk).to(tl.int64) + rows
     inside, key = rows < length, head // GROUP
     whole = inside[:, None]
     k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
@@ -139,9 +139,10 @@ def _prepare(
     times_beta = (inverse * beta[None, :]).to(k.dtype)
     for first in range(0, DV, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        v = tl.load(v_ptr + token[:, None] * v_row + head * v_head + columns[None, :], mask=whole, other=0.0)
+        there = whole & (columns < DV)[None, :]
+        v = tl.load(v_ptr + token[:, None] * v_row + head * v_head + columns[None, :], mask=there, other=0.0)
         at = (token[:, None] * H + head) * DV + columns[None, :]
-        tl.store(u_ptr + at, dot(times_beta, v).to(u_ptr.dtype.element_ty), mask=whole)
+        tl.store(u_ptr + at, dot(times_beta, v).to(u_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -151,21 +152,21 @@ def _states(
     new_ptr,  # [T, H, DV]: u, and then N
     sums_ptr,  # float32 [T, H]
     k_unit_ptr,  # float32 [T, H_k]
-    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    chunks_ptr,  # int32 [chunks, 4]: `Chunks.chunks`
     documents_ptr,  # int32 [documents, 2]: first chunk, number of chunks
-    states_ptr,  # [chunks, H, DK, DV]
+    states_ptr,  # [states, H, DK, DV]
     k_row, k_head,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write N over u, and S at each chunk's start: some columns of one document and value head."""
+    """Write N over u, and the states S: some columns of one document and value head."""
     columns, head, document = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 1)
     rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
     state = tl.zeros((DK, COLUMNS), tl.float32)
     for done in tl.range(0, count, num_stages=STAGES):
         chunk = first + done
-        start, length = tl.load(chunks_ptr + 2 * chunk).to(tl.int64), tl.load(chunks_ptr + 2 * chunk + 1)
+        start, length = tl.load(chunks_ptr + 4 * chunk).to(tl.int64), tl.load(chunks_ptr + 4 * chunk + 1)
         token, inside = start + rows, rows < length
         whole = inside[:, None]
         k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
@@ -176,8 +177,9 @@ def _states(
         b = tl.load(sums_ptr + token * H + head, mask=inside, other=last)
         unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
         rounded = state.to(k.dtype)
-        to = states_ptr + (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
-        tl.store(to, rounded)
+        number = tl.load(chunks_ptr + 4 * chunk + 2)
+        to = states_ptr + (number.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
+        tl.store(to, rounded, mask=number >= 0)
         # N = u − w S
         new = u.to(tl.float32) - dot(w, rounded)
         tl.store(at, new.to(u.dtype), mask=whole)
@@ -192,19 +194,19 @@ def _output(
     new_ptr,  # N [T, H, DV]
     sums_ptr,  # float32 [T, H]
     q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
-    states_ptr,  # [chunks, H, DK, DV]
-    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    states_ptr,  # [states, H, DK, DV]
+    chunks_ptr,  # int32 [chunks, 4]: `Chunks.chunks`
     o_ptr,  # [T, H, DV]
     q_row, q_head, k_row, k_head, scale,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write o = scale (exp(b) q S + (q kᵀ ∘ D) N): some columns of one chunk and value head."""
     chunk, head, columns = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    length = tl.load(chunks_ptr + 4 * chunk + 1)
     if length == 0:
         return
     rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
-    start = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    start = tl.load(chunks_ptr + 4 * chunk).to(tl.int64)
     token, inside = start + rows, rows < length
     whole = inside[:, None]
     q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
@@ -214,11 +216,12 @@ def _output(
     k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
     at = (token[:, None] * H + head) * DV + columns[None, :]
     new = tl.load(new_ptr + at, mask=whole, other=0.0)
-    of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
-    state = tl.load(states_ptr + of_state)
     p = dot(q, tl.trans(k)) * q_unit[:, None] * k_unit[None, :] * decays(b, L)
-    earlier = dot(q, state) * (q_unit * tl.exp(b))[:, None]
-    o = earlier + dot(p.to(q.dtype), new)
+    o = dot(p.to(q.dtype), new)
+    number = tl.load(chunks_ptr + 4 * chunk + 2)
+    if number >= 0:
+        of_state = (number.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
+        o += dot(q, tl.load(states_ptr + of_state)) * (q_unit * tl.exp(b))[:, None]
     tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=whole)
 
 
@@ -240,7 +243,7 @@ def forward_triton(
         sums=v.new_empty(tokens, heads, dtype=torch.float32),
         q_unit=v.new_empty(tokens, key_heads, dtype=torch.float32),
         k_unit=v.new_empty(tokens, key_heads, dtype=torch.float32),
-        states=v.new_empty(count, heads, key_dim, value_dim),
+        states=v.new_empty(tokens // CHUNK, heads, key_dim, value_dim),
     )
     sizes = {"H": heads, "GROUP": heads // key_heads, "DK": key_dim, "DV": value_dim, "L": CHUNK}
     strides = *q.stride()[:2], *k.stride()[:2]
@@ -282,9 +285,13 @@ def check_heads(key_dim: int, value_dim: int) -> None:
 
 
 def fit(name: str, tiles: dict[str, Tile], narrow: dict[str, Tile], v: Tensor) -> Tile:
-    """Return a kernel's tile, no wider than v, and narrower where float32 wouldn't fit the device's shared memory."""
+    """Return a kernel's tile, no wider than v, and narrower where float32 wouldn't fit the device's shared memory.
+
+    That of `_prepare` has 64 columns at least: with fewer ptxas 12.8 makes a wrong descriptor of v for Hopper's products
+    (a shared-memory address in its upper half), which is an illegal memory access.
+    """
     tile = tiles[name]
     if v.dtype is torch.float32 and v.is_cuda:
         device: Any = torch.cuda.get_device_properties(v.device)
         tile = narrow.get(name, tile) if device.shared_memory_per_block_optin < SHARED else tile
-    return tile._replace(columns=min(tile.columns, v.shape[-1]))
+    return tile._replace(columns=min(tile.columns, max(v.shape[-1], 64 if name == "prepare" else 0)))

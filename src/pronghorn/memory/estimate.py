@@ -196,8 +196,7 @@ def rule_bytes(block: GatedDeltaSpec, setup: TrainSetup) -> int:
     the lengths of q and k, and the states at chunks' starts."""
     t, b, chunk = setup.tokens, setup.itemsize, 64
     token = block.value_heads * (b * (block.key_dim + block.value_dim + chunk) + 4) + 8 * block.key_heads
-    chunks = t // chunk + 16 * -(-t // (16 * setup.documents))  # with room for documents by buckets of 16
-    return t * token + chunks * block.value_heads * block.key_dim * block.value_dim * b
+    return t * token + t // chunk * block.value_heads * block.key_dim * block.value_dim * b
 
 
 def _shared_bytes(experts: ExpertsSpec, hidden: int, setup: TrainSetup) -> int:
