@@ -18,9 +18,9 @@ class Chunks(NamedTuple):
     documents: Tensor
     """int32 [D_b, 2]: each document's first chunk and number of chunks; 0 chunks where there is no document."""
     chunks: Tensor
-    """int32 [T // 64 + D_b, 4]: each chunk's first token, length, and the numbers of the states at its start and end, -1
-    at its document's start and end, which have none: at most T // 64 do, whatever the documents. Length 0 where there is
-    no chunk."""
+    """int32 [T // 64 + D_b, 4]: each chunk's first token, length, and the numbers of the states at its start and end.
+    A document's start and end have none (-1), so that there are at most T // 64, whatever the documents. Where there is
+    no chunk all are 0."""
 
 
 def chunks_of(lengths: Sequence[int], bucket: int, tokens: int) -> Chunks:

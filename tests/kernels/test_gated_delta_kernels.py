@@ -41,7 +41,9 @@ def test_small_heads_agree_with_the_recurrence_on_a_gpu(name: str, dtype: torch.
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(16, 16), (16, 128), (32, 64), (64, 32), (64, 64), (128, 64), (128, 256)])
 def test_heads_of_every_size_agree_with_the_recurrence_on_a_gpu(dims: tuple[int, int], nan_memory: None) -> None:
-    check("cuda", torch.bfloat16, (1, 65, 128), (1, 2, *dims), decays=(1.0,))
+    check("cuda", torch.bfloat16, (1, 65, 129), (1, 2, *dims), decays=(1.0,))
+    many = (1, 65, 129, *[7] * gated_delta_forward.FEW)
+    check("cuda", torch.bfloat16, many, (1, 2, *dims), decays=(1.0,))
 
 
 @pytest.mark.gpu
@@ -167,9 +169,11 @@ LONG = [
 @pytest.mark.parametrize(("dtype", "capability", "kilobytes", "name"), [("bf16", 90, 227, "states"), *LONG])
 def test_kernels_of_the_rule_fit_every_card(dtype: str, capability: int, kilobytes: int, name: str) -> None:
     tiles, narrow = gated_delta_forward.TILES | gated_delta_backward.TILES, {}
+    many = tiles | gated_delta_forward.MANY | gated_delta_backward.MANY
     if dtype == "fp32" and kilobytes * 1024 < gated_delta_forward.SHARED:
         narrow = gated_delta_forward.NARROW | gated_delta_backward.NARROW
-    assert shared_bytes(name, dtype, capability, narrow.get(name, tiles[name])) <= kilobytes * 1024
+    for tile in {narrow.get(name, tiles[name]), narrow.get(name, many[name])}:
+        assert shared_bytes(name, dtype, capability, tile) <= kilobytes * 1024
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 192, 32), (2, 4, 16, 48), (2, 4, 96, 96), (2, 4, 8, 16)])

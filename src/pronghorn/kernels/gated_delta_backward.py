@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from pronghorn.chunks import CHUNK, Chunks
-from pronghorn.kernels.gated_delta_forward import Saved, Tile, decays, dot, fit
+from pronghorn.kernels.gated_delta_forward import FEW, Saved, Tile, decays, dot, filled, fit
 from pronghorn.kernels.launch import cdiv, launch, tl, triton
 
 TILES = {
-    "direct": Tile(64, 4, 1),
+    "direct": Tile(128, 4, 1),
     "state gradients": Tile(32, 4, 2),
     "inner": Tile(64, 4, 1),
-    "query gradients": Tile(128, 4, 1),
-    "key gradients": Tile(64, 8, 1),
+    "query gradients": Tile(128, 8, 1),
+    "key gradients": Tile(64, 8, 2),
 }
+MANY = {"state gradients": Tile(64, 4, 1)}
 NARROW = {"state gradients": Tile(16, 4, 1), "inner": Tile(16, 4, 1)}
-"""As `gated_delta_forward.NARROW`."""
+"""As those of `gated_delta_forward`."""
 
 
 @triton.jit
@@ -321,7 +322,9 @@ def backward_triton(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, saved: Saved, chunks: Chunks, scale: float
 ) -> tuple[Tensor, ...]:
     """Do what `backward` does, by these kernels."""
-    heads, value_dim, count, do = *v.shape[1:], len(chunks.chunks), do.to(v.dtype).contiguous()
+    key_given, value_given = k.shape[2], v.shape[2]
+    q, k, v, do = map(filled, (q, k, v, do.to(v.dtype).contiguous()))
+    heads, value_dim, count = *v.shape[1:], len(chunks.chunks)
     sizes = {"H": heads, "GROUP": heads // k.shape[1], "DK": k.shape[2], "DV": value_dim, "L": CHUNK}
     strides = *q.stride()[:2], *k.stride()[:2]
     decay = saved.sums, saved.q_unit, saved.k_unit
@@ -332,7 +335,7 @@ def backward_triton(
         q, k, do, *decay, chunks.chunks, dn, *strides, scale,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    columns, warps, stages = fit("state gradients", TILES, NARROW, v)
+    columns, warps, stages = fit("state gradients", TILES | MANY if len(chunks.documents) > FEW else TILES, NARROW, v)
     launch(
         _state_gradients, (cdiv(value_dim, columns), heads, len(chunks.documents)),
         q, k, saved.w, do, *decay, *reversed(chunks), dn, ds, *strides, scale,
@@ -363,4 +366,5 @@ def backward_triton(
         dk, dg, dbeta, *strides,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return dq, dk, dv, dg, dbeta
+    dq, dk, dv = dq[..., :key_given], dk[..., :key_given], dv[..., :value_given]
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dg, dbeta

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pronghorn.chunks import CHUNK, Chunks
 from pronghorn.errors import UnsupportedError
@@ -31,10 +32,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = {"prepare": Tile(64, 4, 1), "states": Tile(32, 4, 2), "output": Tile(64, 4, 1)}
+TILES = {"prepare": Tile(64, 4, 1), "states": Tile(32, 4, 2), "output": Tile(128, 8, 1)}
+MANY = {"states": Tile(64, 4, 2)}
+"""Instead of `TILES` with room for more than `FEW` documents: programs enough without small tiles, which all read k."""
 NARROW = {"output": Tile(32, 4, 1)}
-"""Instead of `TILES` in float32 where a block has less shared memory than `SHARED`, as on Ada."""
+"""Instead of both in float32 where a block has less shared memory than `SHARED`, as on Ada."""
 SHARED = 160 * 1024
+FEW = 16
+LEAST = 64
+"""Smaller heads are filled up with zeros on a GPU: for tiles of 16 or 32 columns ptxas 12.8 makes descriptors of
+operands in shared memory from registers that aren't set, which is an illegal memory access on Hopper."""
 
 
 class Saved(NamedTuple):
@@ -139,10 +146,9 @@ def _prepare(
     times_beta = (inverse * beta[None, :]).to(k.dtype)
     for first in range(0, DV, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        there = whole & (columns < DV)[None, :]
-        v = tl.load(v_ptr + token[:, None] * v_row + head * v_head + columns[None, :], mask=there, other=0.0)
+        v = tl.load(v_ptr + token[:, None] * v_row + head * v_head + columns[None, :], mask=whole, other=0.0)
         at = (token[:, None] * H + head) * DV + columns[None, :]
-        tl.store(u_ptr + at, dot(times_beta, v).to(u_ptr.dtype.element_ty), mask=there)
+        tl.store(u_ptr + at, dot(times_beta, v).to(u_ptr.dtype.element_ty), mask=whole)
 
 
 @triton.jit
@@ -234,6 +240,7 @@ def forward_triton(
         UnsupportedError: heads of sizes that the kernels don't take.
     """
     check_heads(k.shape[2], v.shape[2])
+    given, (q, k, v) = v.shape[2], map(filled, (q, k, v))
     (tokens, heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[1:]
     count = len(chunks.chunks)
     saved = Saved(
@@ -254,7 +261,7 @@ def forward_triton(
         saved.w, saved.new, saved.inverse, saved.sums, saved.q_unit, saved.k_unit, *strides, *v.stride()[:2], L2_EPS,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    columns, warps, stages = fit("states", TILES, NARROW, v)
+    columns, warps, stages = fit("states", TILES | MANY if len(chunks.documents) > FEW else TILES, NARROW, v)
     launch(
         _states, (cdiv(value_dim, columns), heads, len(chunks.documents)),
         k, saved.w, saved.new, saved.sums, saved.k_unit, *reversed(chunks), saved.states, *strides[2:],
@@ -267,7 +274,12 @@ def forward_triton(
         q, k, saved.new, saved.sums, saved.q_unit, saved.k_unit, saved.states, chunks.chunks, o, *strides, scale,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return o, saved
+    return o[..., :given].contiguous(), saved
+
+
+def filled(x: Tensor) -> Tensor:
+    """Return heads [T, H, D], filled up to `LEAST` numbers on a GPU."""
+    return functional.pad(x, (0, LEAST - x.shape[2])) if x.is_cuda and x.shape[2] < LEAST else x
 
 
 def check_heads(key_dim: int, value_dim: int) -> None:
@@ -285,13 +297,9 @@ def check_heads(key_dim: int, value_dim: int) -> None:
 
 
 def fit(name: str, tiles: dict[str, Tile], narrow: dict[str, Tile], v: Tensor) -> Tile:
-    """Return a kernel's tile, no wider than v, and narrower where float32 wouldn't fit the device's shared memory.
-
-    That of `_prepare` has 64 columns at least: with fewer ptxas 12.8 makes a wrong descriptor of v for Hopper's products
-    (a shared-memory address in its upper half), which is an illegal memory access.
-    """
+    """Return a kernel's tile, no wider than v, and narrower where float32 wouldn't fit the device's shared memory."""
     tile = tiles[name]
     if v.dtype is torch.float32 and v.is_cuda:
         device: Any = torch.cuda.get_device_properties(v.device)
         tile = narrow.get(name, tile) if device.shared_memory_per_block_optin < SHARED else tile
-    return tile._replace(columns=min(tile.columns, max(v.shape[-1], 64 if name == "prepare" else 0)))
+    return tile._replace(columns=min(tile.columns, v.shape[-1]))
