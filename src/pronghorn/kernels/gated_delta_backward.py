@@ -33,7 +33,7 @@ TILES = {
     "key gradients": Tile(64, 8, 2),
 }
 MANY = {"state gradients": Tile(64, 4, 1)}
-NARROW = {"state gradients": Tile(16, 4, 1), "inner": Tile(16, 4, 1)}
+NARROW = {"state gradients": Tile(16, 4, 1), "inner": Tile(16, 4, 1), "key gradients": Tile(64, 8, 1)}
 """As those of `gated_delta_forward`."""
 
 
@@ -282,9 +282,8 @@ def _key_gradients(
                 columns = first + tl.arange(0, COLUMNS)
                 at = (token[:, None] * H + head) * DV + columns[None, :]
                 state = tl.load(states_ptr + of_state + columns[None, :])
-                if after >= 0:
-                    ds = tl.load(ds_ptr + of_ds + columns[None, :])
-                    by_last += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 0)
+                ds = tl.load(ds_ptr + of_ds + columns[None, :], mask=after >= 0, other=0.0)
+                by_last += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 0)
                 part += dot(tl.load(y_ptr + at, mask=whole, other=0.0), tl.trans(state))
         part *= tl.exp(b)[:, None]
         along = k_unit * tl.sum(part * tl.load(of_k, mask=whole, other=0.0).to(tl.float32), 1)
@@ -307,7 +306,9 @@ def _key_gradients(
         dk += dot(tl.load(k_to_k_ptr + square, mask=whole, other=0.0), tl.load(of_k, mask=whole, other=0.0))
         # dg sums db up from the chunk's end; exp(b_L − b) and exp(b_L) have the last token's b, which is in every sum
         db = tl.load(db_inner_ptr + token * H + head, mask=inside, other=0.0) - beta * along - by_until
-        dg = tl.cumsum(db, 0, reverse=True) + tl.sum(by_until, 0) + tl.exp(last) * tl.sum(by_last, 0)
+        # (not by tl.cumsum, which Triton 3.7 can't compile here for Blackwell)
+        later = tl.where(rows[:, None] >= rows[None, :], db[:, None], 0.0)
+        dg = tl.sum(later + by_until[:, None], 0) + tl.exp(last) * tl.sum(by_last, 0)
         tl.store(dg_ptr + token * H + head, dg, mask=inside)
         dbeta = tl.load(dbeta_inner_ptr + token * H + head, mask=inside, other=0.0) - along
         tl.store(dbeta_ptr + token * H + head, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)

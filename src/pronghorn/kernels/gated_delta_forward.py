@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 TILES = {"prepare": Tile(64, 4, 1), "states": Tile(32, 4, 2), "output": Tile(128, 8, 1)}
 MANY = {"states": Tile(64, 4, 2)}
 """Instead of `TILES` with room for more than `FEW` documents: programs enough without small tiles, which all read k."""
-NARROW = {"output": Tile(32, 4, 1)}
+NARROW = {"states": TILES["states"], "output": Tile(32, 4, 1)}
 """Instead of both in float32 where a block has less shared memory than `SHARED`, as on Ada."""
 SHARED = 160 * 1024
 FEW = 16
