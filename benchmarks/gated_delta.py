@@ -128,8 +128,8 @@ def sweep(work: Callable[[], Any]) -> dict[str, dict[str, float | str]]:
     """Time each kernel with every tile of its list, the others as they are."""
     times: dict[str, dict[str, float | str]] = {}
     for name, tiles in SWEPT.items():
-        forward = name in gated_delta_forward.TILES
-        table = gated_delta_forward.TILES if forward else gated_delta_backward.TILES
+        module = gated_delta_forward if name in gated_delta_forward.TILES else gated_delta_backward
+        table, many = module.TILES, module.MANY.pop(name, None)
         before, times[name] = table[name], {}
         for tile in tiles:
             table[name] = tile
@@ -138,6 +138,8 @@ def sweep(work: Callable[[], Any]) -> dict[str, dict[str, float | str]]:
             except Exception as error:  # too much shared memory, say: of this tile only
                 times[name][str(tuple(tile))] = repr(error)[:120]
         table[name] = before
+        if many is not None:
+            module.MANY[name] = many
     return times
 
 

@@ -65,18 +65,15 @@ def test_tf32_is_not_within_1e_5() -> None:
 
 
 def test_every_kernel_s_product_names_ieee() -> None:
-    """Triton's default for float32 operands is tf32. The delta rule's inverse, always float32, goes by its inputs."""
-    by_inputs = "'ieee' if k_ptr.dtype.element_ty == tl.float32 else 'tf32x3'"
-    products, named_by_inputs = [], 0
+    """Triton's default for float32 operands is tf32."""
+    products = []
     for path in Path(pronghorn.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.dot", "tl.dot_scaled"):
                 named = {word.arg: ast.unparse(word.value) for word in node.keywords}
                 products.append((f"{path.name}:{node.lineno}", named.get("input_precision")))
-            named_by_inputs += isinstance(node, ast.IfExp) and ast.unparse(node) == by_inputs
-    assert len(products) > 10 and named_by_inputs == 1, "the kernels were not found"
-    others = [where for where, precision in products if precision != "'ieee'"]
-    assert len(others) == 4 and all(where.startswith("gated_delta_forward") for where in others)
+    assert len(products) > 10, "the kernels were not found"
+    assert not [where for where, precision in products if precision != "'ieee'"]
 
 
 def test_tf32_is_set_for_a_run_and_taken_back(precision_again: None) -> None:
