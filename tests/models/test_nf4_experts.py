@@ -12,6 +12,7 @@ from bitsandbytes.functional import quantize_4bit
 from torch import nn
 
 from pronghorn.api import FastLanguageModel
+from pronghorn.config import Recipe
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export import merge
@@ -24,6 +25,8 @@ from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.experts import weight_names, wrappers
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
+from pronghorn.train.documents import find
+from pronghorn.train.weightless import weightless, work_of
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
 from support.nf4 import dequantised
@@ -127,6 +130,31 @@ def test_the_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
     numbers = sum(p.numel() for p in model.parameters() if isinstance(p, NF4Tensor))
     assert setup.method == "qlora" and setup.expert_bytes == pytest.approx(stored / numbers, rel=0.05)
     assert resting_bytes(dims_of(model), setup)["weights"] > stored
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_plan_without_weights_counts_experts_as_loading_will_store_them(tmp_path: Path, dense: bool) -> None:
+    checkpoint(tmp_path / "model", "qwen3_moe")
+    (tmp_path / "rows.jsonl").write_text('{"text": "Once"}\n')
+    recipe = Recipe.model_validate(
+        {
+            "model": {
+                "name": str(tmp_path / "model"), "max_seq_length": 128, "load_in_4bit": True, "experts_in_16bit": dense,
+            },
+            "data": {"train": str(tmp_path / "rows.jsonl")},
+            "precision": {"dtype": "bfloat16"},
+            "train": {"output": str(tmp_path / "run")},
+        }
+    )  # fmt: skip
+    handle = weightless(recipe, find(recipe, weights=False))
+    planned = work_of(recipe, handle, None)
+    model = add_lora(find(recipe).model(torch.bfloat16, torch.device("cpu")), r=recipe.adapter.r)
+    right = setup_of(model, 128)
+    assert (planned.method, planned.expert_bytes is None) == (right.method, dense) == ("qlora", dense)
+    weights = [
+        resting_bytes(dims_of(each), setup)["weights"] for each, setup in ((handle.model, planned), (model, right))
+    ]
+    assert weights[0] == pytest.approx(weights[1], rel=0.05)  # of small experts a second scale weighs more
 
 
 def test_experts_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from pronghorn.config import Recipe
 from pronghorn.errors import UnsupportedError
-from pronghorn.memory.workload import TrainSetup
+from pronghorn.memory.workload import NF4_BYTES, TrainSetup
 from pronghorn.models.attach import Handle, attach
 from pronghorn.models.auto_plan import setup_of, skeleton
+from pronghorn.models.families import has_experts
 from pronghorn.models.load import FoundModel
 from pronghorn.models.share import SharedLoading
 from pronghorn.optimizers import ON_PARTS
@@ -79,5 +80,9 @@ def work_of(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> Tra
         accumulates=recipe.train.gradient_accumulation_steps > 1,
         optimizer=recipe.train.optimizer,
     )
-    quantised = recipe.model.load_in_4bit or hasattr(handle.model.config, "quantization_config")
-    return replace(work, method="qlora" if quantised else work.method, unshared=unshared_reason(recipe))
+    config, asked = handle.model.config, recipe.model
+    stored = hasattr(config, "quantization_config")  # in few bits already: what experts have they keep
+    if asked.load_in_4bit and not stored and not asked.experts_in_16bit and has_experts(config):
+        work = replace(work, expert_bytes=NF4_BYTES)
+    method = "qlora" if asked.load_in_4bit or stored else work.method
+    return replace(work, method=method, unshared=unshared_reason(recipe))
