@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,14 @@ def test_a_plan_without_weights_counts_experts_as_loading_will_store_them(tmp_pa
                 "name": str(tmp_path / "model"), "max_seq_length": 128, "load_in_4bit": True, "experts_in_16bit": dense,
             },
             "data": {"train": str(tmp_path / "rows.jsonl")},
-            "precision": {"dtype": "bfloat16"},
+            "precision": {"dtype": "bfloat16", "compute": "fp8"},
             "train": {"output": str(tmp_path / "run")},
         }
     )  # fmt: skip
     handle = weightless(recipe, find(recipe, weights=False))
-    planned = work_of(recipe, handle, None)
+    in_8_bits = work_of(recipe, handle, None)
+    assert in_8_bits.fp8 and in_8_bits.fp8_experts is dense  # those of 4 bits multiply in 16
+    planned = replace(in_8_bits, fp8=False, fp8_experts=False)
     model = add_lora(find(recipe).model(torch.bfloat16, torch.device("cpu")), r=recipe.adapter.r)
     right = setup_of(model, 128)
     assert (planned.method, planned.expert_bytes is None) == (right.method, dense) == ("qlora", dense)

@@ -30,7 +30,7 @@ TILES = {
     "state gradients": Tile(32, 4, 2),
     "inner": Tile(64, 4, 1),
     "query gradients": Tile(128, 8, 1),
-    "key gradients": Tile(64, 8, 1),  # with two stages .08 ms faster, and single numbers of dk wrong (Triton 3.6)
+    "key gradients": Tile(64, 8, 1),  # with two stages .03 ms faster, and single numbers of dk wrong (Triton 3.6)
 }
 MANY = {"state gradients": Tile(64, 4, 1)}
 NARROW = {"state gradients": Tile(16, 4, 1), "inner": Tile(16, 4, 1)}
