@@ -37,6 +37,7 @@ EARLIER = {
     "plan-calibrated": "plan",
     "plan-gpt-oss-20b-mxfp4-decoded-in-the-product": "plan-gpt-oss-mxfp4",
     "trees-eef0da6": "benchmarks.step --tree, in its earlier form",
+    "step-qwen3.5-35b-a3b-seed-0": "step-qwen3.5-35b-a3b",
     "spike-fp8-layer": "a spike that became benchmarks/precision.py",
     "precision-nf4-by-bitsandbytes": "precision",
     "spike-fp8-products": "benchmarks/spikes/fp8_products.py, tried once",

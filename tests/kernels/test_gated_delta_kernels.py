@@ -35,14 +35,14 @@ def test_kernels_agree_with_the_recurrence_on_a_gpu(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CHECKS)
 def test_small_heads_agree_with_the_recurrence_on_a_gpu(name: str, dtype: torch.dtype, nan_memory: None) -> None:
-    check("cuda", dtype, *CHECKS[name])
+    check("cuda", dtype, **CHECKS[name])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(16, 16), (16, 128), (32, 64), (64, 32), (64, 64), (128, 64), (128, 256)])
 def test_heads_of_every_size_agree_with_the_recurrence_on_a_gpu(dims: tuple[int, int], nan_memory: None) -> None:
     check("cuda", torch.bfloat16, (1, 65, 129), (1, 2, *dims), decays=(1.0,))
-    many = (1, 65, 129, *[7] * gated_delta_forward.FEW)
+    many = (1, 65, 129, *[7] * gated_delta_forward.FEW_DOCUMENTS)
     check("cuda", torch.bfloat16, many, (1, 2, *dims), decays=(1.0,))
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.chunks import CHUNK, Chunks
-from pronghorn.kernels.gated_delta_forward import FEW, Saved, Tile, decays, dot, filled, fit
+from pronghorn.kernels.gated_delta_forward import FEW_DOCUMENTS, Saved, Tile, decays, dot, filled, fit
 from pronghorn.kernels.launch import cdiv, launch, tl, triton
 
 TILES = {
@@ -306,7 +306,7 @@ def _key_gradients(
         dk += dot(tl.load(k_to_k_ptr + square, mask=whole, other=0.0), tl.load(of_k, mask=whole, other=0.0))
         # dg sums db up from the chunk's end; exp(b_L − b) and exp(b_L) have the last token's b, which is in every sum
         db = tl.load(db_inner_ptr + token * H + head, mask=inside, other=0.0) - beta * along - by_until
-        # (not by tl.cumsum, which Triton 3.7 can't compile here for Blackwell)
+        # Triton 3.7 can't compile tl.cumsum here for Blackwell
         later = tl.where(rows[:, None] >= rows[None, :], db[:, None], 0.0)
         dg = tl.sum(later + by_until[:, None], 0) + tl.exp(last) * tl.sum(by_last, 0)
         tl.store(dg_ptr + token * H + head, dg, mask=inside)
@@ -330,13 +330,14 @@ def backward_triton(
     strides = *q.stride()[:2], *k.stride()[:2]
     decay = saved.sums, saved.q_unit, saved.k_unit
     dn, ds = torch.empty_like(saved.new), torch.empty_like(saved.states)
-    columns, warps, stages = fit("direct", TILES, NARROW, v)
+    tiles = TILES | MANY if len(chunks.documents) > FEW_DOCUMENTS else TILES
+    columns, warps, stages = fit("direct", tiles, NARROW, v)
     launch(
         _direct, (count, heads, cdiv(value_dim, columns)),
         q, k, do, *decay, chunks.chunks, dn, *strides, scale,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    columns, warps, stages = fit("state gradients", TILES | MANY if len(chunks.documents) > FEW else TILES, NARROW, v)
+    columns, warps, stages = fit("state gradients", tiles, NARROW, v)
     launch(
         _state_gradients, (cdiv(value_dim, columns), heads, len(chunks.documents)),
         q, k, saved.w, do, *decay, *reversed(chunks), dn, ds, *strides, scale,
@@ -346,7 +347,7 @@ def backward_triton(
     within = v.new_empty(3, *saved.inverse.shape).unbind()
     inner = v.new_empty(2, *g.shape, dtype=torch.float32).unbind()
     beta = beta.contiguous()
-    columns, warps, stages = fit("inner", TILES, NARROW, v)
+    columns, warps, stages = fit("inner", tiles, NARROW, v)
     launch(
         _inner, (count, heads),
         q, k, v, beta, do, saved.new, saved.inverse, *decay, chunks.chunks, dn, dv, *within, *inner,
@@ -354,13 +355,13 @@ def backward_triton(
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     to_q, q_to_k, k_to_k = within
-    columns, warps, stages = fit("query gradients", TILES, NARROW, v)
+    columns, warps, stages = fit("query gradients", tiles, NARROW, v)
     launch(
         _query_gradients, (count, k.shape[1]),
         q, k, do, saved.sums, saved.q_unit, saved.states, to_q, chunks.chunks, dq, inner[0], *strides, scale,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    columns, warps, stages = fit("key gradients", TILES, NARROW, v)
+    columns, warps, stages = fit("key gradients", tiles, NARROW, v)
     launch(
         _key_gradients, (count, k.shape[1]),
         q, k, beta, saved.new, dn, saved.sums, saved.k_unit, saved.states, ds, q_to_k, k_to_k, *inner, chunks.chunks,

@@ -1,7 +1,8 @@
 """The gated delta rule's forward in Triton (`kernels.gated_delta` has the formulas): three kernels.
 
 `_prepare`, by chunk and value head: Tm = (I + A)⁻¹, w = Tm β exp(b) k and u = Tm β v. `_states`, in order over the
-chunks of a document: N = u − w S and the state S at each chunk's start. `_output`, by chunk and value head: o.
+chunks of a document: N = u − w S, and the state S at the start of each chunk but the first. `_output`, by chunk and
+value head: o.
 
 Factors of single tokens, such as one over the lengths of q and k, are multiplied in float32, after a product or into an
 operand that is rounded anyway; so q, k and v enter products as they are. Products have float32 sums and operands of the
@@ -34,14 +35,14 @@ class Tile(NamedTuple):
 
 TILES = {"prepare": Tile(64, 4, 1), "states": Tile(32, 4, 2), "output": Tile(128, 8, 1)}
 MANY = {"states": Tile(64, 4, 2)}
-"""Instead of `TILES` with room for more than `FEW` documents: programs enough without small tiles, which all read k."""
+"""Instead of `TILES` with room for more than `FEW_DOCUMENTS`: enough programs without small tiles, which all read k."""
+FEW_DOCUMENTS = 16
 NARROW = {"states": TILES["states"], "output": Tile(32, 4, 1)}
 """Instead of both in float32 where a block has less shared memory than `SHARED`, as on Ada."""
 SHARED = 160 * 1024
-FEW = 16
-LEAST = 64
-"""Smaller heads are filled up with zeros on a GPU: for tiles of 16 or 32 columns ptxas 12.8 makes descriptors of
-operands in shared memory from registers that aren't set, which is an illegal memory access on Hopper."""
+LEAST_HEAD = 64
+"""Smaller heads are filled up with zeros on a GPU: for some of their products ptxas 12.8 makes descriptors of operands
+in shared memory from registers that aren't set, which is an illegal memory access on Hopper."""
 
 
 class Saved(NamedTuple):
@@ -254,21 +255,22 @@ def forward_triton(
     )
     sizes = {"H": heads, "GROUP": heads // key_heads, "DK": key_dim, "DV": value_dim, "L": CHUNK}
     strides = *q.stride()[:2], *k.stride()[:2]
-    columns, warps, stages = fit("prepare", TILES, NARROW, v)
+    tiles = TILES | MANY if len(chunks.documents) > FEW_DOCUMENTS else TILES
+    columns, warps, stages = fit("prepare", tiles, NARROW, v)
     launch(
         _prepare, (count, heads),
         q, k, v, g.contiguous(), beta.contiguous(), chunks.chunks,
         saved.w, saved.new, saved.inverse, saved.sums, saved.q_unit, saved.k_unit, *strides, *v.stride()[:2], L2_EPS,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    columns, warps, stages = fit("states", TILES | MANY if len(chunks.documents) > FEW else TILES, NARROW, v)
+    columns, warps, stages = fit("states", tiles, NARROW, v)
     launch(
         _states, (cdiv(value_dim, columns), heads, len(chunks.documents)),
         k, saved.w, saved.new, saved.sums, saved.k_unit, *reversed(chunks), saved.states, *strides[2:],
         **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     o = torch.empty_like(saved.new)
-    columns, warps, stages = fit("output", TILES, NARROW, v)
+    columns, warps, stages = fit("output", tiles, NARROW, v)
     launch(
         _output, (count, heads, cdiv(value_dim, columns)),
         q, k, saved.new, saved.sums, saved.q_unit, saved.k_unit, saved.states, chunks.chunks, o, *strides, scale,
@@ -278,8 +280,8 @@ def forward_triton(
 
 
 def filled(x: Tensor) -> Tensor:
-    """Return heads [T, H, D], filled up to `LEAST` numbers on a GPU."""
-    return functional.pad(x, (0, LEAST - x.shape[2])) if x.is_cuda and x.shape[2] < LEAST else x
+    """Return heads [T, H, D]; on a GPU filled up with zeros to `LEAST_HEAD` numbers each."""
+    return functional.pad(x, (0, LEAST_HEAD - x.shape[2])) if x.is_cuda and x.shape[2] < LEAST_HEAD else x
 
 
 def check_heads(key_dim: int, value_dim: int) -> None:

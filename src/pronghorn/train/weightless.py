@@ -81,8 +81,9 @@ def work_of(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> Tra
         optimizer=recipe.train.optimizer,
     )
     config, asked = handle.model.config, recipe.model
-    stored = hasattr(config, "quantization_config")  # in few bits already: what experts have they keep
-    if asked.load_in_4bit and not stored and not asked.experts_in_16bit and has_experts(config):
-        work = replace(work, expert_bytes=NF4_BYTES, fp8_experts=False)  # those of few bits are written out in 16
-    method = "qlora" if asked.load_in_4bit or stored else work.method
+    quantised = hasattr(config, "quantization_config")
+    # loading quantises experts, too, unless the checkpoint is quantised already; in 4 bits they don't multiply in 8
+    if asked.load_in_4bit and not quantised and not asked.experts_in_16bit and has_experts(config):
+        work = replace(work, expert_bytes=NF4_BYTES, fp8_experts=False)
+    method = "qlora" if asked.load_in_4bit or quantised else work.method
     return replace(work, method=method, unshared=unshared_reason(recipe))
