@@ -11,6 +11,8 @@ GPU, with random weights that every process makes from one seed:
                 the host cost is in it
     copies      together, each holds the whole model
     sharded     together, each holds a part of every layer (`launch.strategy`)
+    accelerate  full fine-tuning by accelerate's FSDP2 with compiled layers of transformers, which recomputes where it
+                runs out of memory otherwise; its first loss is within 1 % of ours, more isn't judged
     ahead       as copies, rows of so many steps regrouped by cost (`packing.look_ahead`), beside the gain that was
                 predicted; then nobody is alone
 
@@ -43,6 +45,7 @@ from benchmarks.program import parser_of, run, show
 from benchmarks.record import Facts
 
 STRATEGIES = ("copies", "sharded")
+ACCELERATE = ("accelerate", "accelerate-recomputed")
 ALONE, AHEAD, MIXED, ONE, EXACT = "alone", "copies-ahead", "mixed", "one", "exact"
 WARM = 0.4
 """Share of the steps, at the start, whose time doesn't count."""
@@ -56,6 +59,7 @@ def worker(given: Any) -> None:
     """Train as one process of a phase, and write what it took."""
     import torch
 
+    from benchmarks import accelerate_fsdp
     from benchmarks.records import build
     from pronghorn.data.dealing import DealtRows, Share
     from pronghorn.environment import grow_segments
@@ -68,12 +72,17 @@ def worker(given: Any) -> None:
     cuda, folder = torch.cuda.is_available(), Path(given.folder)
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if given.phase in ACCELERATE:
+        found = accelerate_fsdp.train(given, rank, processes, WARM, given.phase == ACCELERATE[1])
+        (folder / f"{given.phase}-{rank}.json").write_text(json.dumps(found))
+        torch.distributed.destroy_process_group()
+        return
     model = build(given.model, given.method)
     if given.phase == EXACT:
         model = model.float()
     before = values(model) if given.judged else {}
     trainer = trainer_of(model, given, folder / f"out-{rank}", rank, processes)
-    found: dict[str, Any] = {}
+    found = {}
     if given.ahead:  # otherwise as the trainer chooses
         trainer.look_ahead = given.ahead if given.phase == AHEAD else 1
     loader = trainer.get_train_dataloader()
@@ -193,7 +202,7 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
     Raises:
         RuntimeError: one failed, with the end of what it printed.
     """
-    together, one = name.startswith(STRATEGIES), name in (ONE, EXACT)
+    together, one = name.startswith((*STRATEGIES, *ACCELERATE)), name in (ONE, EXACT)
     count = 1 if one else given.processes
     told = {
         **{
@@ -289,12 +298,30 @@ def measure(given: argparse.Namespace, facts: Facts) -> None:
                 phases[AHEAD] = {"processes": phase(AHEAD, given, folder, judged=False)}
             except RuntimeError as error:
                 phases[AHEAD] = {"error": str(error)}
+        if given.against:
+            against(phases, given, folder)
+            facts.keep()
         if given.ahead:  # what is compared is two ways to deal the same rows
             return
         try:
             phases[ALONE] = {"processes": phase(ALONE, given, folder, judged=False)}
         except RuntimeError as error:  # a base that fits no GPU is what sharding is for
             phases[ALONE] = {"error": str(error)}
+
+
+def against(phases: dict[str, Any], given: argparse.Namespace, folder: Path) -> None:
+    """Time accelerate's FSDP2; recomputing where keeping all activations fails."""
+    expected = next((found["gate"]["of one"] for found in phases.values() if "gate" in found), None)
+    for name in ACCELERATE:
+        try:
+            found = phase(name, given, folder, judged=False)
+        except RuntimeError as error:
+            phases[name] = {"error": str(error)}
+            continue
+        first = sum(each["losses"][0] for each in found) / len(found)
+        near = expected is not None and abs(first - expected) <= 0.01 * expected
+        phases[name] = {"processes": found} if near else {"error": f"first loss {first}, expected {expected}"}
+        return
 
 
 def rate(found: dict[str, Any]) -> float | None:
@@ -318,6 +345,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--method", default="lora", choices=("lora", "qlora", "lora+experts", "full"))
     parser.add_argument("--gate-model", metavar="NAME@N", help="what the gate compares where one GPU has no room")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument("--against", action="store_true", help="accelerate's FSDP2 beside, for --method full")
     parser.add_argument("--processes", type=int, default=0, help="GPUs; 0: all there are, two on the CPU")
     parser.add_argument("--tokens", type=int, default=8192, help="of a packed row, one a step and process")
     parser.add_argument(

@@ -73,7 +73,7 @@ def build(
     name = ATTENTION_NAME if varlen else "flex_attention" if attention == "flex_attention" else "sdpa"
     name = "eager" if sinks and name == "sdpa" else name  # SDPA has no sinks
     if varlen:
-        _register_varlen(spec.longest)
+        register_varlen(spec.longest)
     model: Any = AutoModelForCausalLM.from_pretrained(
         spec.checkpoint,
         dtype=weights_dtype(spec.method),
@@ -112,16 +112,25 @@ def _make_batch(spec: Spec, varlen: bool, row: Row) -> dict[str, Any]:
 
     batch = base_tensors(row) | {"use_cache": False}
     if varlen:
-        bounds = [0, *accumulate(row.lengths)]
-        bounds += [spec.tokens] * (spec.documents + 1 - len(bounds))  # one shape for all rows: compiled once
-        # transformers hands a mask of four dimensions on as it is, and makes none of its own.
-        batch["attention_mask"] = torch.tensor(bounds, dtype=torch.int32, device=device()).view(1, 1, 1, -1)
+        batch["attention_mask"] = varlen_mask(row, spec.documents)
         if "linear_attention" in (spec.config.get("layer_types") or ()):
             batch["cu_seq_lens_q"] = torch.tensor([0, *accumulate(row.lengths)], device=device())
     return batch
 
 
-def _register_varlen(longest: int) -> None:
+def varlen_mask(row: Row, documents: int) -> Any:
+    """Return a row's `cu_seqlens` int32 [1, 1, 1, documents + 1]: one shape for all rows, so layers compile once.
+
+    transformers hands a mask of four dimensions on as it is, and makes none of its own.
+    """
+    import torch
+
+    bounds = [0, *accumulate(row.lengths)]
+    bounds += bounds[-1:] * (documents + 1 - len(bounds))
+    return torch.tensor(bounds, dtype=torch.int32, device=device()).view(1, 1, 1, -1)
+
+
+def register_varlen(longest: int) -> None:
     """Register torch's public varlen attention, which reads `cu_seqlens` from the mask's place."""
     import torch
     from torch.nn.attention.varlen import varlen_attn

@@ -40,10 +40,12 @@ def test_regrouped_rows_are_timed_against_rows_as_they_were_drawn(tmp_path: Path
 def test_full_fine_tuning_is_judged_by_all_weights(tmp_path: Path) -> None:
     out = tmp_path / "ranks.json"
     sizes = ("--model", "tiny", "--method", "full", "--strategies", "sharded", "--tokens", "128", "--steps", "3")
-    done = programs.invoke(ranks, *sizes, "--processes", "2", "--out", out)
+    done = programs.invoke(ranks, *sizes, "--processes", "2", "--against", "--out", out)
     assert done.exit_code == 0, done.output
-    found = json.loads(out.read_text())["phases"]["sharded"]
-    assert found["gate"]["green"] and len(found["processes"]) == 2
+    phases = json.loads(out.read_text())["phases"]
+    assert phases["sharded"]["gate"]["green"] and len(phases["sharded"]["processes"]) == 2
+    assert "accelerate-recomputed" not in phases, "it had room"
+    assert [len(each["losses"]) for each in phases["accelerate"]["processes"]] == [3, 3]
 
 
 def test_other_gradients_are_not_green(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
