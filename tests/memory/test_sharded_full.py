@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from pronghorn.export.merge import write_model
 from pronghorn.layers.decoder import is_fused
 from pronghorn.memory.plan import Plan
 from pronghorn.memory.sharded import BUFFERS, sharded, whole_trained
+from pronghorn.memory.sharded_peers import Mapped
 from pronghorn.memory.sharded_state import gathering, load_state
 from pronghorn.models.attach import attach
 from pronghorn.models.share import share_layers
@@ -210,3 +213,54 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
         )
         assert len(files) > 2 and files == expected, "the files of a model that one process has"
         assert torch.load(tmp_path / f"{family}.pt") == (False, True), family
+
+
+def files_that_all_map(folder: Path, rank: int) -> Any:
+    """Return what stands for `open_memory` of GPUs: memory of files that each process maps, full of NaN at first."""
+    numbers = count()
+
+    def open_memory(sizes: list[int], device: torch.device, group: Any) -> list[Mapped]:
+        found = []
+        for size in sizes:
+            name = str(folder / f"memory-{next(numbers)}-")
+            torch.from_file(f"{name}{rank}", shared=True, size=size, dtype=torch.uint8).fill_(255)
+            dist.barrier(group)
+            peers = [
+                torch.from_file(f"{name}{other}", shared=True, size=size, dtype=torch.uint8)
+                for other in range(dist.get_world_size())
+            ]
+            found.append(Mapped(peers[rank], peers))
+        return found
+
+    return patch("pronghorn.memory.sharded_peers.open_memory", open_memory)
+
+
+def copied(case: tuple[Any, ...], rank: int, folder: Path) -> None:
+    """Save what a training gives by sums of gloo, and by copies."""
+    by_gloo = train(case, [rank], torch.device("cpu"))
+    with files_that_all_map(folder, rank):
+        torch.save((by_gloo, train(case, [rank], torch.device("cpu"))), folder / f"{rank}.pt")
+
+
+@pytest.mark.parametrize("case", [CASES[3], pytest.param(CASES[6], marks=pytest.mark.slow)], ids=[IDS[3], IDS[6]])
+def test_copies_of_weights_and_gradients_have_the_bits_of_sums(tmp_path: Path, case: tuple[Any, ...]) -> None:
+    together(partial(copied, case), tmp_path)
+    for rank in range(WORLD):
+        by_gloo, by_copies = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert torch.equal(by_gloo["losses"], by_copies["losses"]) and torch.equal(by_gloo["norms"], by_copies["norms"])
+        assert all(torch.equal(value, by_copies["state"][name]) for name, value in by_gloo["state"].items())
+
+
+def copied_by_three(rank: int, folder: Path) -> None:
+    with files_that_all_map(folder, rank):
+        torch.save(alike("llama", "keep", torch.device("cpu")), folder / f"{rank}.pt")
+
+
+@pytest.mark.slow
+def test_three_processes_copy_each_others_parts(tmp_path: Path) -> None:
+    together(copied_by_three, tmp_path, world=3)
+    expected = alike("llama", "keep", None)
+    for rank in range(3):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found.keys() == expected.keys()
+        assert all(torch.allclose(found[name], value, rtol=1e-5, atol=1e-7) for name, value in expected.items())

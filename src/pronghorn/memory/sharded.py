@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from pronghorn.errors import TrainingError
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.memory.sharded_peers import open_parts
+from pronghorn.memory import sharded_peers
+from pronghorn.memory.sharded_copies import ShownWeights
 from pronghorn.memory.sharded_training import TrainedParts
 from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Reference, Unit, WeightGroups, references
 
@@ -82,10 +83,12 @@ class ShardedLayers:
         """Identities of the parameters that the forward which is running reads in 16 bits; fused layers say so."""
         self.trained: TrainedParts | None = None
         """Where layers are trained."""
+        self._shown: ShownWeights | None = None
+        """Where these are copied."""
         self.gathered_by = f"gathered by {dist.get_backend(group)}"
         """How whole layers come together."""
         self.mapped_bytes = 0
-        """Of parts that lie outside torch's allocator, in memory that other processes read."""
+        """Of what lies outside torch's allocator, in memory that other processes read."""
 
     def add(self, index: int, layer: nn.Module, groups: WeightGroups) -> None:
         """Keep a part of a layer's weights, and let go of the rest. All processes add the same layers.
@@ -146,13 +149,23 @@ class ShardedLayers:
         self.trained = TrainedParts(units, self.processes, first)
 
     def open(self) -> None:
-        """Read frozen weights out of other processes' memory from now on, where that can be; all processes call it."""
+        """Copy weights out of other processes' memory from now on, where that can be; all processes call it."""
         units = [unit for index in range(len(self)) for unit in self._units[index]]
-        reason = open_parts(units, self._group)
+        if self.trained is None:
+            reason = sharded_peers.open_parts(units, self._group)
+            mapped = sum(len(unit.part) for unit in units)
+        else:
+            products = [unit for unit in units if unit.products]
+            sizes = [ShownWeights.size(products), *self.trained.whole_bytes]
+            mapped, found = sum(sizes), sharded_peers.open_memory(sizes, self.device, self._group)
+            reason = found if isinstance(found, str) else ""
+            if not isinstance(found, str):
+                self._shown = ShownWeights(products, found[0], self._group)
+                self.trained.copy_through(found[1:])
         if reason:
             self.gathered_by = f"gathered by {dist.get_backend(self._group)}: {reason}"
-            return
-        self.gathered_by, self.mapped_bytes = "copied out of the other GPUs' memory", sum(len(u.part) for u in units)
+        else:
+            self.gathered_by, self.mapped_bytes = "copied out of the other GPUs' memory", mapped
 
     @property
     def bytes(self) -> int:
@@ -212,6 +225,8 @@ class ShardedLayers:
         if self.trained is not None:
             self.trained.finish()
             self._holds = [None] * BUFFERS
+            if self._shown is not None:
+                self._run(self._shown.show)
         self.put_back()
 
     def whole(self, index: int) -> list[Tensor]:

@@ -6,7 +6,8 @@ steps on these parts alone.
 
 A layer's gradients are whole until the layer before it has gone backward, by when they were copied into one buffer and
 summed. Micro-batches add up in the parts. The head's gradients are there when the layers' backward begins, and are
-averaged beside it. All in float32.
+averaged beside it. All in float32. NCCL sums, or each GPU adds up what it copies from the others
+(`memory.sharded_copies`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.memory.sharded_copies import ShownGradients
+from pronghorn.memory.sharded_peers import Mapped
 from pronghorn.memory.sharded_unit import MASTER_BYTES, Unit
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -69,6 +72,8 @@ class TrainedParts:
         self._written: dict[bool, list[tuple[int, int]]] = {}
         """Begin and size of what was last written to each buffer; zeros lie between."""
         self._summed = torch.empty(max(sizes.values()), device=self._device)
+        self._shown: dict[bool, ShownGradients] = {}
+        """Instead of NCCL's sums, by kind."""
         self._group = dist.new_group()  # its own, beside gathers
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._reduced: Any = None
@@ -82,7 +87,24 @@ class TrainedParts:
     @property
     def bytes(self) -> int:
         """Return the bytes of gradients and their buffers."""
-        return sum(each.nbytes for each in (*self.gradients, *self._whole.values(), self._summed))
+        shown = sum(each.bytes for each in self._shown.values())
+        return shown + sum(each.nbytes for each in (*self.gradients, *self._whole.values(), self._summed))
+
+    @property
+    def whole_bytes(self) -> list[int]:
+        """Return the bytes of each buffer of whole gradients, by kind."""
+        return [whole.nbytes for whole in self._whole.values()]
+
+    def copy_through(self, mapped: Sequence[Mapped]) -> None:
+        """Add up gradients that are copied out of other processes' memory, from now on.
+
+        Args:
+            mapped: for each of `whole_bytes`.
+        """
+        for kind, memory in zip(self._whole, mapped, strict=True):
+            part = len(self._whole[kind]) // self._processes
+            self._shown[kind] = ShownGradients(memory, part, self._rank, self._group)
+            self._whole[kind] = self._shown[kind].own.zero_()
 
     def finish(self) -> None:
         """Collect what is left of a backward, and let compute wait for all sums."""
@@ -146,12 +168,18 @@ class TrainedParts:
             part, kind = self.gradients[unit], self._of_products[unit]
             whole, summed = self._whole[kind][: len(part) * self._processes], self._summed[: len(part)]
             written = [(begin, grad.numel()) for grad, begin in gradients]
+            shown = self._shown.get(kind)
+            if shown is not None:
+                shown.meet()
             if written != self._written.get(kind):
                 self._whole[kind].zero_()
                 self._written[kind] = written
             for grad, begin in gradients:
                 whole[begin : begin + grad.numel()].copy_(grad.view(-1))
-            _reduce_scatter(summed, whole, group=self._group)
+            if shown is None:
+                _reduce_scatter(summed, whole, group=self._group)
+            else:
+                shown.sum(summed)
             part.add_(summed.div_(self._processes))
 
     def clear(self) -> None:

@@ -140,6 +140,8 @@ class Unit:
         """Bytes of all processes' parts together."""
         self.peers: list[Tensor] = []
         """All processes' parts, where this one reads them out of the others' memory (`memory.sharded_peers`)."""
+        self.narrow_peers: list[Tensor] = []
+        """The same of trained products' numbers in 16 bits; its own part among them is for `show` to write."""
         for place in self.places:
             self.load(place, place.tensor)
 
@@ -158,17 +160,27 @@ class Unit:
 
     def gather(self, whole: Tensor, group: Any) -> None:
         """Gather all bytes into `whole` [size]."""
-        if not self.peers:
+        if self.peers:
+            self._copy(whole, self.peers)
+        else:
             _all_gather(whole, self.part, group=group)
-            return
-        places = whole.chunk(len(self.peers))
-        for step in range(len(places)):  # each begins with its own, so that not all read one GPU at a time
-            rank = (self._rank + step) % len(places)
-            places[rank].copy_(self.peers[rank])
 
     def gather_narrow(self, whole: Tensor, group: Any) -> None:
         """Gather all numbers, rounded to 16 bits by the processes that have them, into `whole` [size / 4 numbers]."""
-        _all_gather(whole, self.part.view(torch.float32).to(NARROW), group=group)
+        if self.narrow_peers:
+            self._copy(whole, self.narrow_peers)
+        else:
+            _all_gather(whole, self.part.view(torch.float32).to(NARROW), group=group)
+
+    def show(self) -> None:
+        """Let the others read this process's numbers in 16 bits as they are now."""
+        self.narrow_peers[self._rank].copy_(self.part.view(torch.float32))
+
+    def _copy(self, whole: Tensor, peers: Sequence[Tensor]) -> None:
+        places = whole.chunk(len(peers))
+        for step in range(len(places)):  # each begins with its own, so that not all read one GPU at a time
+            rank = (self._rank + step) % len(places)
+            places[rank].copy_(peers[rank])
 
 
 def _placed(groups: Iterable[Sequence[Tensor]]) -> tuple[list[Place], int]:

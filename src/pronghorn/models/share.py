@@ -45,7 +45,7 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
         head, embeddings = base.get_output_embeddings().weight, base.get_input_embeddings().weight
         shared.train(first=[] if head is embeddings else [head])  # a tied one has its gradient at the very end only
         base.save_pretrained = _refuse_to_save
-    elif shared:
+    if shared:
         shared.open()
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
