@@ -242,7 +242,8 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
             process.kill()
     for rank, code in enumerate(codes):
         if code:
-            lines = (folder / f"{name}-{rank}.log").read_text(errors="replace").splitlines()[-8:]
+            printed = (folder / f"{name}-{rank}.log").read_text(errors="replace").splitlines()
+            lines = [line for line in printed if line.strip() and not line.startswith("frame #")][-8:]
             raise RuntimeError(f"process {rank} of {name}: {'too slow' if code == -1 else f'code {code}'}: {lines}")
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(count)]
 

@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import finalize
 
 import pytest
 import torch
@@ -216,20 +217,21 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
 
 
 def files_that_all_map(folder: Path, rank: int) -> Any:
-    """Return what stands for `open_memory` of GPUs: memory of files that each process maps, full of NaN at first."""
+    """Put memory of files that each process maps in the place of GPUs' `open_memory`; it is full of NaN at first, and
+    again when nobody has a reference to its own any more."""
     numbers = count()
 
     def open_memory(sizes: list[int], device: torch.device, group: Any) -> list[Mapped]:
         found = []
         for size in sizes:
             name = str(folder / f"memory-{next(numbers)}-")
-            torch.from_file(f"{name}{rank}", shared=True, size=size, dtype=torch.uint8).fill_(255)
-            dist.barrier(group)
-            peers = [
-                torch.from_file(f"{name}{other}", shared=True, size=size, dtype=torch.uint8)
-                for other in range(dist.get_world_size())
+            own, *peers = [
+                torch.from_file(f"{name}{each}", shared=True, size=size, dtype=torch.uint8)
+                for each in (rank, *range(dist.get_world_size()))
             ]
-            found.append(Mapped(peers[rank], peers))
+            finalize(own, peers[rank].fill_(255).fill_, 255)
+            dist.barrier(group)
+            found.append(Mapped(own, peers))
         return found
 
     return patch("pronghorn.memory.sharded_peers.open_memory", open_memory)

@@ -36,11 +36,11 @@ class ShownWeights:
 
     Args:
         units: of trained products.
-        whole: bytes that others read.
+        whole: bytes that others read; kept, as their memory is.
     """
 
     def __init__(self, units: Sequence[Unit], whole: sharded_peers.Mapped, group: Any) -> None:
-        self._units, self._meet = units, Meeting(whole.own.device, group)
+        self._units, self._meet, self._whole = units, Meeting(whole.own.device, group), whole
         begin = 0
         for unit in units:
             end = begin + len(unit.part) // MASTER_BYTES * NARROW.itemsize
@@ -64,11 +64,11 @@ class ShownGradients:
     """One layer's gradients, of products or of what else it trains, which others read.
 
     Args:
-        whole: bytes that others read, with room for the largest layer.
+        whole: bytes that others read, with room for the largest layer; kept, as their memory is.
     """
 
     def __init__(self, whole: sharded_peers.Mapped, part: int, rank: int, group: Any) -> None:
-        self._peers = [peer.view(torch.float32) for peer in whole.peers]
+        self._whole, self._peers = whole, [peer.view(torch.float32) for peer in whole.peers]
         self.own, self._rank = self._peers[rank], rank
         """What this process writes between `meet` and `sum`."""
         self._stage = torch.empty(part, device=whole.own.device)

@@ -20,7 +20,7 @@ from pronghorn.memory.sharded_unit import Unit
 
 
 class Mapped(NamedTuple):
-    """Memory of this process that the others of a group read."""
+    """Memory of this process that the others of a group read, until no process has a reference to its `own`."""
 
     own: Tensor
     """uint8 [bytes]."""
