@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -218,7 +219,7 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
 
 def files_that_all_map(folder: Path, rank: int) -> Any:
     """Put memory of files that each process maps in the place of GPUs' `open_memory`; it is full of NaN at first, and
-    again when nobody has a reference to its own any more."""
+    reading it ends the process when nobody has a reference to its own any more."""
     numbers = count()
 
     def open_memory(sizes: list[int], device: torch.device, group: Any) -> list[Mapped]:
@@ -229,7 +230,8 @@ def files_that_all_map(folder: Path, rank: int) -> Any:
                 torch.from_file(f"{name}{each}", shared=True, size=size, dtype=torch.uint8)
                 for each in (rank, *range(dist.get_world_size()))
             ]
-            finalize(own, peers[rank].fill_(255).fill_, 255)
+            peers[rank].fill_(255)
+            finalize(own, os.truncate, f"{name}{rank}", 0)
             dist.barrier(group)
             found.append(Mapped(own, peers))
         return found
