@@ -268,3 +268,54 @@ def test_three_processes_copy_each_others_parts(tmp_path: Path) -> None:
         found = torch.load(tmp_path / f"{rank}.pt")
         assert found.keys() == expected.keys()
         assert all(torch.allclose(found[name], value, rtol=1e-5, atol=1e-7) for name, value in expected.items())
+
+
+def trained_on_a_gpu(rank: int) -> tuple[str, list[Tensor], dict[str, Tensor]]:
+    """Return how weights came together, the losses and the weights of three steps in bfloat16, of layers wide enough
+    that copies take while beside compute."""
+    cuda = torch.device("cuda", rank)
+    wide: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
+    wide |= {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096}
+    model = tiny_model("llama", **wide)
+    share_layers(model, cuda)
+    attach(model, Plan.recompute(), layers="fused")
+    shared = sharded(model)
+    assert shared is not None and shared.trained is not None
+    pieces = [piece.parameter for _, piece in shared.trained.pieces(set())]
+    optimizer, losses = torch.optim.AdamW([*whole_trained(model), *pieces], lr=1e-3), list[Tensor]()
+    for step in range(3):
+        for micro_batch in range(MICRO_BATCHES):
+            row = packed_row([1, 200, 1847], 2048, seed=10 * step + 2 * micro_batch + rank)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**{name: value.to(cuda) for name, value in row.items()}).loss
+            loss.backward()
+            losses.append(loss.detach().cpu())
+        average_gradients(whole_trained(model))
+        shared.trained.finish()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return shared.gathered_by, losses, {name: value.cpu() for name, value in whole_state(model).items()}
+
+
+def on_gpus(rank: int, world: int, folder: Path) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
+    found = [trained_on_a_gpu(rank)]
+    with patch("pronghorn.memory.sharded_peers.open_memory", lambda *given: "not wanted"):
+        found.append(trained_on_a_gpu(rank))
+    torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_gpus_copy_what_nccl_would_bring(tmp_path: Path, world: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"{world} GPUs are needed")
+    torch.multiprocessing.start_processes(on_gpus, (world, tmp_path), nprocs=world, start_method="spawn")
+    for rank in range(world):
+        (by_copies, losses, state), (by_nccl, expected, expected_state) = torch.load(tmp_path / f"{rank}.pt")
+        assert "copied out of" in by_copies and "not wanted" in by_nccl
+        assert all(map(torch.equal, losses, expected))
+        assert all(torch.equal(value, state[name]) for name, value in expected_state.items())
