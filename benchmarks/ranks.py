@@ -156,7 +156,7 @@ def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) 
     if processes > 1:
         PartialState(cpu=not cuda)
     if given.phase.startswith("sharded"):
-        share_layers(model, model.device)
+        share_layers(model, model.device, copy_trained=given.copy_trained)
         if cuda:
             torch.cuda.empty_cache()
     attach(model, Plan.asked("auto") if cuda else Plan.keep(), **({} if cuda else {"layers": "fused"}))
@@ -207,7 +207,7 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
     told = {
         **{
             key: getattr(given, key)
-            for key in ("model", "method", "tokens", "lengths", "processes", "logging", "ahead")
+            for key in ("model", "method", "tokens", "lengths", "processes", "logging", "ahead", "copy_trained")
         },
         **{"phase": name, "folder": str(folder), "judged": judged, "steps": 1 if judged else given.steps},
         "accumulation": given.processes if one else 1,
@@ -347,6 +347,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--gate-model", metavar="NAME@N", help="what the gate compares where one GPU has no room")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--against", action="store_true", help="accelerate's FSDP2 beside, for --method full")
+    parser.add_argument(
+        "--copy-trained", action="store_true", help="sharded, full: by copy engines (`share_layers`) instead of NCCL"
+    )
     parser.add_argument("--processes", type=int, default=0, help="GPUs; 0: all there are, two on the CPU")
     parser.add_argument("--tokens", type=int, default=8192, help="of a packed row, one a step and process")
     parser.add_argument(
@@ -376,7 +379,7 @@ def main(given: argparse.Namespace) -> bool:
     with Facts(given, "trl") as facts:
         facts |= {
             key: getattr(given, key)
-            for key in ("model", "method", "processes", "tokens", "lengths", "steps", "logging")
+            for key in ("model", "method", "processes", "tokens", "lengths", "steps", "logging", "copy_trained")
         }
         facts["lengths"] = Path(given.lengths).name
         measure(given, facts)

@@ -3,8 +3,7 @@
 A part of each layer rests with it, and two layers are whole in buffers: the one that computes and the next. What lies
 outside the layers is whole in every process, adapters too. Of layers that are trained masters, gradients and the
 optimiser's states are parts; one layer's gradients are whole, and in a buffer, while they are summed, besides those
-that the next one's backward makes. Counted as on one host whose GPUs read each other's memory, where a part of all
-products lies in 16 bits as well, and a part of the gradients of the layer that is summed.
+that the next one's backward makes.
 """
 
 from __future__ import annotations
@@ -22,12 +21,8 @@ def gathered_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     fused products, which travel in 16 bits."""
     if setup.method != "full":
         return kept_bytes(layer, setup)
-    return MASTER_BYTES * layer.parameters - (MASTER_BYTES - setup.itemsize) * _narrow(layer, setup)
-
-
-def _narrow(layer: LayerSpec, setup: TrainSetup) -> int:
-    """Count the trained weights of a layer that travel in 16 bits."""
-    return layer.linear_weights if setup.fused and setup.itemsize < MASTER_BYTES else 0
+    narrow = layer.linear_weights if setup.fused and setup.itemsize < MASTER_BYTES else 0
+    return MASTER_BYTES * layer.parameters - (MASTER_BYTES - setup.itemsize) * narrow
 
 
 def kept_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
@@ -62,9 +57,7 @@ def shared(resting: Mapping[str, int], dims: ModelDims, setup: TrainSetup) -> di
     gathered = BUFFERS * max(gathered_bytes(layer, setup) for layer in dims.kinds)
     found = {**resting, "weights": outside + parts, "gathered": gathered}
     if holds_parts_of_gradients(setup):
-        one = 2 * (max(layers) + -(-max(layers) // setup.processes))
-        shown = setup.itemsize * sum(_narrow(layer, setup) for layer in dims.layers)
-        found["gathered"] += -(-shown // setup.processes)
+        one = 2 * max(layers) + -(-max(layers) // setup.processes)
         found["gradients"] = (outside if setup.accumulates else 0) + parts + one
         found["optimizer"] = resting["optimizer"] * (outside + parts) // resting["weights"]
     return found

@@ -10,12 +10,13 @@ With g_l a layer's gather, f_l and b_l its forward and backward with what is rec
     copies, full      averaged during it: exposed = max(average of a bucket, average − Σ b_l)
     sharded           forward    g_1 + Σ max(f_l, g_{l+1}) + c · min(f_l, g_{l+1})
                       backward   Σ max(b_l, g_{l−1}) + c · min(…), without the last two layers', which are there
-    sharded, full     backward   Σ max(b_l, g_{l−1} + r_{l+1}) + c · min(…) + r_1, r_l the sum of a layer's gradients
+    sharded, full     the same with s, and
+                      backward   Σ max(b_l, g_{l−1} + r_{l+1}) + s · min(…) + r_1, r_l the sum of a layer's gradients
                       into parts: of float32, where g_l is of 16 bits; s · the head's average beside the backward, and
                       the average of what else lies outside the layers after it
 
 s is what compute loses to a collective beside it, which takes multiprocessors and memory's bandwidth; c what it loses
-to weights and gradients that copy engines bring.
+to frozen parts that copy engines bring.
 """
 
 from __future__ import annotations
@@ -217,14 +218,15 @@ def communication_ms(
         downwards = [g + r for g, r in zip(downwards, [0.0, 0.0, *sums[:1:-1]], strict=True)]
         head = 0 if dims.tied else dims.vocab * dims.hidden
         trained, after = 4 * (dims.outside - head), sums[0] + SLOWED * 2 * part * 4 * head
-    exposed = gather[0] + _pipelined(forward, gather) + _pipelined(backward[::-1], downwards) + after
+    slowed = SLOWED if full else COPIED
+    exposed = gather[0] + _pipelined(forward, gather, slowed) + _pipelined(backward[::-1], downwards, slowed) + after
     return micro_batches * exposed + 2 * part * trained
 
 
-def _pipelined(compute: Sequence[float], gather: Sequence[float]) -> float:
+def _pipelined(compute: Sequence[float], gather: Sequence[float], slowed: float) -> float:
     """Return what is left over compute, and what that loses: beside each layer the next is gathered."""
     beside = list(zip(compute, [*gather[1:], 0.0], strict=False))
-    return sum(max(0.0, more - work) + COPIED * min(more, work) for work, more in beside)
+    return sum(max(0.0, more - work) + slowed * min(more, work) for work, more in beside)
 
 
 def _refusal(

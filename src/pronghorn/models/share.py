@@ -21,7 +21,9 @@ from pronghorn.precision.compute import Compute
 from pronghorn.precision.fp8 import as_codes
 
 
-def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DTYPE) -> None:
+def share_layers(
+    model: Any, device: torch.device, compute: Compute = Compute.DTYPE, copy_trained: bool = False
+) -> None:
     """Leave a part of each decoder layer's weights in this process, on `device`, and move all else there.
 
     Before `attach`. Every process calls it with the same model. Of a model with adapters frozen weights are shared, of
@@ -31,6 +33,8 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
     Args:
         model: a causal LM, on the CPU or on `device`. A 4-bit one must be on `device`.
         compute: in what frozen weights will multiply: of those in 8 bits only what these products read is kept.
+        copy_trained: copy weights that are trained, and their gradients, out of the other GPUs' memory, as frozen ones
+            are. NCCL gathers and sums otherwise: on GPUs this has not run to its end yet, and plans don't count it.
     """
     _refuse_codes_beside_weights(compute)
     base = base_causal_lm(model)
@@ -45,7 +49,7 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
         head, embeddings = base.get_output_embeddings().weight, base.get_input_embeddings().weight
         shared.train(first=[] if head is embeddings else [head])  # a tied one has its gradient at the very end only
         base.save_pretrained = _refuse_to_save
-    if shared:
+    if shared and (copy_trained or not full):
         shared.open()
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
