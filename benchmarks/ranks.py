@@ -103,6 +103,7 @@ def worker(given: Any) -> None:
             torch.save(change, folder / f"{given.phase}-{rank}.pt")
     else:
         found["tokens_per_s"] = given.tokens * steps / seconds if steps else 0.0
+    found["out_of_memory"] = [entry for entry in trainer.state.log_history if "out_of_memory" in entry]
     if cuda:
         shared = sharded(base_causal_lm(model))
         found["peak_bytes"] = torch.cuda.max_memory_allocated() + (0 if shared is None else shared.mapped_bytes)

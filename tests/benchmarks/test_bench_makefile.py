@@ -46,6 +46,8 @@ EARLIER = {
     "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
     "ranks-llama-3.1-8b-without-alone": "ranks-llama-3.1-8b",
     "ranks-llama-3.1-8b-copy-engines": "ranks-llama-3.1-8b",
+    "ranks-llama-3.1-8b-h100": "ranks-llama-3.1-8b",
+    "ranks-llama-3.1-8b-full-float32-gathers": "ranks-llama-3.1-8b-full",
     "ranks-llama-3.1-8b-sharded": "ranks-llama-3.1-8b",
     "ranks-llama-3.1-8b-mixed-red": "ranks-llama-3.1-8b-mixed",
     "ranks-qwen3-14b-nf4-without-alone": "ranks-qwen3-14b-nf4",
