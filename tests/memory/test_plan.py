@@ -43,7 +43,7 @@ from pronghorn.memory.estimate import (
     working_bytes,
 )
 from pronghorn.memory.plan import Plan, Policy, followed
-from pronghorn.memory.planner import Frontier, PlanDoesNotFit, plan, plans_of
+from pronghorn.memory.planner import SPARE, Frontier, PlanDoesNotFit, plan, plans_of
 from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach, attached
@@ -506,6 +506,19 @@ def test_graphs_are_captured_where_the_budget_has_their_memory() -> None:
         kinds = MemoryModel.of(dims, replace(other, graph=False)).peak(policies)
         least = MemoryModel.of(dims, replace(other, graph=False)).process(kinds)
         assert plan(dims, other, gpu, least, asked=Plan.keep()).graph
+
+
+def test_a_part_of_the_device_is_left_free_unless_nothing_else_fits() -> None:
+    dims, work = dims_of(skeleton(config_of("Llama-3.1-8B"))), TrainSetup(8192)
+    times = step_times(dims, work, device_spec("h200"))
+    whole, least = (int(plans_of(dims, work, times)[i].predicted["process"]) for i in (0, -1))
+    for memory, budget in ((whole, None), (whole, whole), (whole * SPARE // (SPARE - 1) + 1, None), (least, None)):
+        card = replace(device_spec("h200"), memory_bytes=memory)
+        made = plan(dims, work, card, budget, times)
+        assert (set(made.policies) == {Policy.KEEP}) is (memory > whole)
+        assert made.predicted["process"] <= (memory if memory == least else memory - memory // SPARE)
+        if memory >= whole:
+            assert set(plan(dims, work, card, budget, times, Plan.keep()).policies) == {Policy.KEEP}, "it is asked for"
 
 
 def test_what_policies_cost() -> None:

@@ -32,6 +32,11 @@ GRAPH_MS = 3.0
 """A layer's forward and backward below this are likely to be captured as a CUDA graph (`models.graph`)."""
 
 
+SPARE = 128
+"""One part in so many of a device's memory is left free. Peaks were within 1 % of their plans; a 70B model over 4 bits
+whose plan filled 99.9 % of an H200 ran out of memory, and what is kept after that costs a quarter of the speed."""
+
+
 class PlanDoesNotFit(ConfigError):
     """No policies fit into the budget; the remedy tells what would."""
 
@@ -46,7 +51,8 @@ def plan(
 ) -> Plan:
     """Choose the fastest plan within a budget, or check the one that is asked for.
 
-    MLPs are computed in tiles of rows only where that is asked for or nothing else fits.
+    MLPs are computed in tiles of rows only where that is asked for or nothing else fits. Of the device a part is left
+    free (`SPARE`) unless nothing fits into the rest, or a plan that needs it is asked for.
 
     Args:
         budget_bytes: of the process, CUDA's context included; None for the whole device.
@@ -57,6 +63,7 @@ def plan(
         UnsupportedError: tiles are asked for and these layers have none.
     """
     budget = device.memory_bytes if budget_bytes is None else budget_bytes
+    most = device.memory_bytes - device.memory_bytes // SPARE
     whole = times or step_times(dims, setup, device)
     rows, can = asked.mlp_rows if asked is not None else 0, can_tile(dims.layers, setup)
     if rows and not can:
@@ -70,9 +77,9 @@ def plan(
     if asked is not None and not asked.undecided:
         made = _predicted(memory, times, asked.by_layer(len(dims.layers)), asked.buffers)
     else:
-        made = Frontier(memory, times).within(budget)
+        made = Frontier(memory, times).within(min(budget, most))
     if made.predicted["process"] <= budget:
-        made = replace(made, graph=False) if rows else _with_graph(made, dims, setup, times, budget)
+        made = replace(made, graph=False) if rows else _with_graph(made, dims, setup, times, min(budget, most))
         return replace(made, mlp_rows=rows, device=device.name, budget_bytes=budget)
     # nothing fits with MLPs as a whole
     if can and not rows and (asked is None or asked.undecided):
