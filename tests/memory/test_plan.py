@@ -941,3 +941,13 @@ def test_plan_for_measures_and_leaves_the_model_alone() -> None:
     assert sum(p.grad is not None for p in model.parameters()) == 1 and attached(model) is None
     with pytest.raises(PlanDoesNotFit):
         plan_for(model, 512, budget_bytes=GIB // 4)
+
+
+def test_adapters_of_a_model_without_weights_have_none_either() -> None:
+    """A plan of a large model would make gigabytes of random numbers otherwise."""
+    expected, found = (
+        {name: p for name, p in add_lora(model, r=4).named_parameters() if "lora_" in name}
+        for model in (tiny_model("llama"), skeleton(tiny_model("llama").config))
+    )
+    assert {n: (p.shape, p.dtype) for n, p in found.items()} == {n: (p.shape, p.dtype) for n, p in expected.items()}
+    assert all(parameter.is_meta and parameter.requires_grad for parameter in found.values())

@@ -134,7 +134,8 @@ def add_lora(
     device = base_causal_lm(model).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(random_state)
-        adapted = get_peft_model(model, config)
+        # adapters of a model without weights have none either
+        adapted = get_peft_model(model, config, low_cpu_mem_usage=device.type == "meta")
     if dtype is not None:
         cast_adapters(adapted, dtype)
     return adapted

@@ -30,7 +30,8 @@ class _Weightless(FoundModel):
 
         config = PeftConfig.from_pretrained(str(self.name))
         config.inference_mode = False
-        return get_peft_model(_Weightless(**vars(self.base)).model(dtype, device), config)
+        base = _Weightless(**vars(self.base)).model(dtype, device)
+        return get_peft_model(base, config, low_cpu_mem_usage=True)
 
 
 def weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
