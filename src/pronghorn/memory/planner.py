@@ -129,6 +129,7 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
     """Make the error for a budget that nothing fits, with what each remedy would need."""
     ranks = {linear.path: setup.rank(linear.path) for layer in dims.kinds for linear in layer.linears}
     half = {path: max(1, rank // 2) for path, rank in ranks.items() if rank}
+    half_states = None if setup.optimizer_bytes is None else setup.optimizer_bytes // 2
     dense = setup.method == "lora" and setup.linear_bytes is None and setup.expert_bytes is None
     in_4_bits = replace(setup, method="qlora", expert_bytes=NF4_BYTES if dims.has_experts else None)
     remedies = {
@@ -140,7 +141,7 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
         "memory.feed_forward: tiled": replace(setup, mlp_rows=TILE_ROWS)
         if can_tile(dims.layers, setup) and not setup.mlp_rows
         else None,
-        f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half, optimizer_bytes=None)
+        f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half, optimizer_bytes=half_states)
         if half
         else None,
     }
