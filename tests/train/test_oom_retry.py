@@ -22,15 +22,20 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
+from trl import SFTConfig
 
 from pronghorn.cli.train import summary
 from pronghorn.config import Recipe
 from pronghorn.device import is_out_of_memory
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
+from pronghorn.memory.devices import device_spec
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.models import causal_lm
+from pronghorn.memory.planner import plan
+from pronghorn.models import auto_plan, causal_lm
 from pronghorn.models.attach import attach, attached
+from pronghorn.train import prepared_model
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory, _forget, tighten
+from pronghorn.train.prepared_model import TighterPlans
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
 from support.processes import WORLD, together
@@ -361,6 +366,18 @@ def test_a_run_survives_and_says_so(
     assert "1 × (survived, at step 2)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_run_goes_on_with_the_plan_that_was_made_again(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, _ = outcome(recipe("calm"))
+    fail_backward(monkeypatch, 4)
+    less = Plan((Policy.RECOMPUTE_LAYER,), predicted={"process": 2.0})
+    monkeypatch.setattr(prepared_model, "smaller_plan", lambda model, tokens, ran_out, **how: tokens == 256 and less)
+    record, printed = outcome(recipe("short of memory"))
+    assert "is repeated; layers from here on: recompute the layer" in printed
+    assert [step["loss"] for step in record.steps] == [step["loss"] for step in calm.steps]
+
+
 def test_the_optimiser_is_not_repeated(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
     plain = torch.optim.AdamW.step
@@ -526,3 +543,31 @@ def test_memory_that_does_run_out(graph: str) -> None:
     used, total = events[0].used_bytes, events[0].total_bytes
     assert used is not None and total is not None and 0.5 * total < used <= total
     assert reserved <= total and policies(model) != (Policy.KEEP,)
+
+
+def test_a_plan_that_was_made_is_made_again_for_a_little_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: what runs out again, plans that were asked for, and processes that must agree keep much less."""
+    model = build("lora", hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
+    arguments = SFTConfig(
+        output_dir="nowhere", packing=True, max_length=4096, per_device_train_batch_size=2, bf16=False
+    )
+    card, room = device_spec("h200"), [2**40]
+    monkeypatch.setattr(auto_plan, "cuda_device_spec", lambda device: card)
+    monkeypatch.setattr(auto_plan, "available", lambda device: room[0])
+    setup = auto_plan.setup_of(model, 2 * 4096, None, accumulates=False)
+    made = plan(auto_plan.dims_of(model), setup, card)
+    assert set(made.policies) == {Policy.KEEP}
+    tighter = TighterPlans(model, arguments)
+    again = tighter(made)
+    assert again is not None and again.predicted["process"] <= 0.96 * made.predicted["process"]
+    assert Policy.OFFLOAD not in again.policies and again.predicted["step_ms"] < 1.1 * made.predicted["step_ms"]
+    assert tighter(again) == tighten(again) != again
+    assert tighter(Plan.keep()) == tighten(Plan.keep()), "asked for"
+    room[0] = int(0.9 * made.predicted["process"])
+    less = TighterPlans(model, arguments)(made)
+    assert less is not None and less.predicted["process"] <= room[0], "another process took some"
+    room[0] = 1
+    assert TighterPlans(model, arguments)(made) == tighten(made), "nothing fits"
+    room[0] = 2**40
+    monkeypatch.setattr(prepared_model, "processes", lambda: 2)
+    assert TighterPlans(model, arguments)(made) == tighten(made)

@@ -23,7 +23,7 @@ from pronghorn.layers.linears import adapter_of, base_of
 from pronghorn.memory.devices import DeviceSpec, device_spec
 from pronghorn.memory.estimate import CONTEXT_BYTES, Method, ModelDims, TrainSetup
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.memory.planner import plan
+from pronghorn.memory.planner import PlanDoesNotFit, plan
 from pronghorn.memory.sharded import sharded
 from pronghorn.memory.step_time import StepTimes
 from pronghorn.models import experts
@@ -34,6 +34,8 @@ from pronghorn.models.packed_checkpoint import PackedSkeleton, format_of
 from pronghorn.optimizers import TrainedTensor, state_bytes
 
 T = TypeVar("T")
+LESS = 0.04
+"""Of what a plan was to take, which ran out of memory, the next one leaves out. Peaks were within 1 % of plans."""
 
 
 def dims_of(model: Any) -> ModelDims:
@@ -299,6 +301,36 @@ def plan_for(
         logging.getLogger(__name__).warning("no memory to time a layer in: planned by the %s", spec.source)
         return made
     return plan(dims, setup, spec, budget, measured[0], asked)
+
+
+def smaller_plan(
+    model: Any,
+    tokens: int,
+    made: Plan,
+    *,
+    autocast: torch.dtype | None = None,
+    padded: int = 0,
+    accumulates: bool = True,
+    optimizer: str = "adamw_torch_fused",
+) -> Plan | None:
+    """Make the fastest plan for `LESS` less memory than one that ran out of it, and for no more than there is now.
+
+    By the device's estimate: nothing runs. None where the plan was asked for and not made, or nothing fits.
+
+    Args:
+        made: the plan that ran out.
+        tokens, autocast, padded, accumulates, optimizer: as `plan_for` took them.
+    """
+    if "process" not in made.predicted:
+        return None
+    device = base_causal_lm(model).device
+    budget = min(int((1 - LESS) * made.predicted["process"]), available(device))
+    asked = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=made.mlp_rows, undecided=True)
+    setup = setup_of(model, tokens, autocast, padded, accumulates, optimizer)
+    try:
+        return plan(dims_of(model), setup, cuda_device_spec(device), budget, asked=asked)
+    except PlanDoesNotFit:
+        return None
 
 
 def _everywhere(value: T) -> list[T]:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from pronghorn.device import processes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
-from pronghorn.models.auto_plan import resolve
+from pronghorn.models.auto_plan import resolve, smaller_plan
+from pronghorn.train.oom_retry import tighten
 
 
 def attached_on_its_device(model: Any, args: Any) -> Handle:
@@ -30,12 +32,40 @@ def resolve_plan(handle: Handle, args: Any) -> Plan | None:
     Raises:
         PlanDoesNotFit: with what would.
     """
-    return resolve(
-        handle,
-        args.per_device_train_batch_size,
-        args.max_length or 0,
-        packs=args.packing,
-        autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        accumulates=args.gradient_accumulation_steps > 1,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
-    )
+    rows, row_tokens = args.per_device_train_batch_size, args.max_length or 0
+    return resolve(handle, rows, row_tokens, packs=args.packing, **_how(args))
+
+
+class TighterPlans:
+    """Chooses what a trainer goes on with after a plan ran out of memory.
+
+    A plan that was made is made again for a little less (`smaller_plan`). After that, of plans that were asked for, and
+    where processes must agree, every layer keeps much less (`tighten`).
+
+    Args:
+        model: the trainer's, attached or not.
+        args: the trainer's arguments.
+    """
+
+    def __init__(self, model: Any, args: Any) -> None:
+        self._model, self._args = model, args
+        self._made: Plan | None = None
+
+    def __call__(self, ran_out: Plan) -> Plan | None:
+        """Return the next plan; None if nothing keeps less."""
+        handle, made = attached(self._model), None
+        if handle is not None and ran_out is not self._made and processes() == 1:
+            rows, row_tokens = self._args.per_device_train_batch_size, self._args.max_length or 0
+            padded = 0 if self._args.packing else rows
+            made = smaller_plan(handle.model, rows * row_tokens, ran_out, padded=padded, **_how(self._args))
+        self._made = made
+        return tighten(ran_out) if made is None else made
+
+
+def _how(args: Any) -> dict[str, Any]:
+    """Say how the trainer's arguments train, for a plan."""
+    return {
+        "autocast": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        "accumulates": args.gradient_accumulation_steps > 1,
+        "optimizer": str(getattr(args.optim, "value", args.optim)),
+    }

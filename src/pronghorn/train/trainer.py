@@ -43,7 +43,7 @@ from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.group import check_gpus_apart
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
-from pronghorn.train.prepared_model import attached_on_its_device, resolve_plan
+from pronghorn.train.prepared_model import TighterPlans, attached_on_its_device, resolve_plan
 from pronghorn.train.ranks import (
     MOST_BYTES,
     CopiesAccelerator,
@@ -166,7 +166,7 @@ class SFTTrainer(SharedLayersTrainer):
         self._watch = GradientWatch(None if self._shared is None else self._shared.trained)
         self.add_callback(self._watch)
         self._counted = StepCounters()
-        self._memory = OomRetry(self._ran_out)
+        self._memory = OomRetry(self._ran_out, TighterPlans(adapted, args))
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         """Where a word to the user goes."""
         if one_gpu is not None:
