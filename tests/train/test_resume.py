@@ -182,6 +182,24 @@ def test_a_changed_recipe(make: Make, unfinished: Path) -> None:
     assert record.resumed_at == [5] and record.recipe["train"]["learning_rate"] == 1e-3 and len(record.steps) == 12
 
 
+@pytest.mark.parametrize("scheduler", ["linear", "constant"])
+def test_a_changed_learning_rate_and_weight_decay_train(
+    make: Make, unfinished: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    """A checkpoint's optimiser and schedule bring theirs along."""
+    decays: list[list[float]] = []
+
+    def on_step_end(self: RunControl, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        decays.append([group["weight_decay"] for group in kwargs["optimizer"].param_groups])
+
+    monkeypatch.setattr(RunControl, "on_step_end", on_step_end)
+    changes = {"learning_rate": 1e-4, "weight_decay": 0.1, "lr_scheduler": scheduler, "logging_steps": 1}
+    record = run(make("run", train=changes), QUIET, allow=True)
+    expected = [1e-4 * (11 - done) / 11 if scheduler == "linear" else 1e-4 for done in range(4, 11)]
+    assert [step["learning_rate"] for step in record.steps[5:]] == pytest.approx(expected, rel=1e-6)
+    assert decays == [[0.1, 0.0]] * 7
+
+
 def test_a_longer_run_when_allowed(make: Make, unfinished: Path) -> None:
     record = run(make("run", train={"max_steps": 14}), QUIET, allow=True)
     assert [step["step"] for step in record.steps] == list(range(1, 15))
