@@ -200,6 +200,33 @@ def test_a_changed_learning_rate_and_weight_decay_train(
     assert decays == [[0.1, 0.0]] * 7
 
 
+@pytest.mark.parametrize(
+    ("begun", "changes", "problem"),
+    [
+        ({}, {"optimizer": "adafactor"}, "train.optimizer was 'adamw_torch_fused', is 'adafactor'"),
+        ({}, {"lr_scheduler": "greedy", "eval_steps": 4}, "train.lr_scheduler was 'linear', is 'greedy'"),
+        (
+            {"lr_scheduler": "greedy", "eval_steps": 4},
+            {"learning_rate": 1e-3},
+            "train.learning_rate was 0.01, is 0.001",
+        ),
+    ],
+)
+def test_states_of_another_optimiser_or_schedule_are_refused_even_when_allowed(
+    make: Make, unfinished: Path, begun: dict[str, Any], changes: dict[str, Any], problem: str
+) -> None:
+    journal = unfinished / "journal.json"
+    table = json.loads(journal.read_text())
+    table["recipe"]["train"] |= begun
+    journal.write_text(json.dumps(table))
+    changed = make("run", train={**begun, **changes})
+    with pytest.raises(ConfigError, match=problem):
+        run(changed, QUIET, allow=True)
+    for folder in checkpoints(unfinished):
+        shutil.rmtree(folder)
+    assert open_run_state(unfinished, changed, allow=True).recipe == changed.to_dict()
+
+
 def test_a_longer_run_when_allowed(make: Make, unfinished: Path) -> None:
     record = run(make("run", train={"max_steps": 14}), QUIET, allow=True)
     assert [step["step"] for step in record.steps] == list(range(1, 15))
