@@ -227,6 +227,19 @@ def test_states_of_another_optimiser_or_schedule_are_refused_even_when_allowed(
     assert open_run_state(unfinished, changed, allow=True).recipe == changed.to_dict()
 
 
+@pytest.mark.parametrize("asked", [{}, {"eval_rows": 1}, {"eval": None}], ids=["other file", "fewer rows", "none"])
+def test_the_loss_before_is_of_the_held_out_rows_of_now(make: Make, unfinished: Path, asked: dict[str, Any]) -> None:
+    """What is held out may be changed with --allow: the losses before and after are of the same rows."""
+    journal = unfinished / "journal.json"
+    table = json.loads(journal.read_text())
+    if not asked:
+        table["data"]["eval"] = "the hash of what the file held"
+    journal.write_text(json.dumps(table | {"before": 99.0}))
+    resumed = run(make("run", data=asked), QUIET, allow=True).heldout
+    expected = run(make("whole", data=asked, train={"max_steps": 1}), QUIET).heldout
+    assert (resumed["before"], resumed["rows"]) == (expected["before"], expected["rows"])
+
+
 def test_a_longer_run_when_allowed(make: Make, unfinished: Path) -> None:
     record = run(make("run", train={"max_steps": 14}), QUIET, allow=True)
     assert [step["step"] for step in record.steps] == list(range(1, 15))

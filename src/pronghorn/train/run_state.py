@@ -96,7 +96,7 @@ def open_run_state(output: Path, recipe: Recipe, allow: bool) -> RunState:
     if changes:
         _refuse_another_s_states(changes, state.recipe["train"], recipe, output)
         state.trained = state.stopped = None  # there may be more to train now
-    if state.recipe.get("report") != recipe.to_dict()["report"]:
+    if changes or state.recipe.get("report") != recipe.to_dict()["report"]:
         state.baseline_done = False  # the loaded model, before a checkpoint's weights, answers the prompts of now
     if state.baseline_done and state.eval_loss_before is None and recipe.data.eval is not None:
         state.eval_loss_before = math.nan  # which JSON lacks
@@ -163,6 +163,8 @@ def check_data(state: RunState, split: str, key: str, allow: bool) -> None:
             f"data.{split}: the data, the tokenizer or the chat template changed since the run began",
             "put them back, choose another train.output, or give --allow to go on with the data as they are",
         )
+    if earlier != key and split == "eval":
+        state.baseline_done = False  # the loss before was of other rows than the one after will be
     state.data[split] = key
 
 
