@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +208,35 @@ def test_a_saved_adapter_is_trained_on(recipe: Any, tmp_path: Path) -> None:
     assert again.heldout["before"] == pytest.approx(first.heldout["after"], rel=1e-4)
     with pytest.raises(ConfigError, match="is a saved adapter"):
         run(recipe(model=saved, adapter={"method": "full"}, train={"output": tmp_path / "full"}), QUIET)
+
+
+@pytest.mark.parametrize(
+    ("special", "changes", "holds"),
+    [
+        ({"eos_token": "<end>"}, {}, "train_dataset holds the token '<end>' of id 512, .* embeddings of 512"),
+        ({"eos_token": "<end>"}, {"packing": {"enabled": False}}, "train_dataset holds the token"),
+        ({"extra_special_tokens": ["<end>"]}, {}, "data.eval holds the token '<end>'"),
+        ({"extra_special_tokens": ["<end>"]}, {"train": {"eval_steps": 2}}, "eval_dataset holds the token '<end>'"),
+        ({"pad_token": "<end>"}, {}, None),
+        ({"pad_token": "<end>"}, {"packing": {"enabled": False, "rows_per_step": 3}}, None),
+    ],
+)
+def test_tokens_that_the_model_has_no_embedding_of(
+    recipe: Any, stories: Path, tmp_path: Path, special: dict[str, Any], changes: dict[str, Any], holds: str | None
+) -> None:
+    """Trained ones are refused, and one that only pads does no harm."""
+    model = shutil.copytree(stories, tmp_path / "model", copy_function=shutil.copyfile)
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | special))
+    settings = recipe(model={"name": str(model)}, **changes)
+    with (tmp_path / "eval.jsonl").open("a") as rows:
+        rows.write('\n{"question": "Why <end>?", "answer": "The."}')
+    if holds is None:
+        reference = recipe(train={"output": tmp_path / "plain"}, **changes)
+        assert run(settings, QUIET).heldout == run(reference, QUIET).heldout
+        return
+    with pytest.raises(DataError, match=holds):
+        run(settings, QUIET)
 
 
 def test_a_model_that_is_nowhere(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
