@@ -197,8 +197,25 @@ def test_a_full_disk_is_told_before_its_folder_is_there(tmp_path: Path, monkeypa
     used = SimpleNamespace(free=0)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: used if folder == tmp_path else 1 / 0)
     assert disk_is_full(RuntimeError("unexpected pos 64 vs 0"), tmp_path / "run" / "checkpoint-1")
+    assert disk_is_full(OSError("1024 requested and 568 written"), tmp_path / "run" / "export")  # numpy's tofile
     used.free = 2**30
+    assert disk_is_full(Exception("I/O error: Disk quota exceeded (os error 122)"), tmp_path)  # safetensors'
+    assert not disk_is_full(OSError("1024 requested and 568 written"), tmp_path)
     assert not disk_is_full(RuntimeError("unexpected pos 64 vs 0"), tmp_path / "run" / "checkpoint-1")
+
+
+def test_a_folder_that_can_not_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path / "file/folder", tmp_path / ("x" * 300)):
+        with (
+            pytest.raises(
+                TrainingError, match=r"can't be written \((File exists|Not a directory|File name too long)\)"
+            ),
+            whole_folder(target),
+        ):
+            pass
+    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "folder"):
+        (tmp_path / "another").read_text()  # what is written from is another matter
 
 
 def test_a_saved_adapter_is_trained_on(recipe: Any, tmp_path: Path) -> None:
