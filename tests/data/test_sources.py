@@ -132,6 +132,27 @@ def test_parquet_with_a_column_twice(tmp_path: Path) -> None:
         read_rows(tmp_path / "t.parquet")
 
 
+def save(folder: Path, *texts: str, **more: Any) -> Source:
+    """A data set as `save_to_disk` writes it."""
+    from datasets import Dataset, Image
+
+    saved = Dataset.from_dict({"text": list(texts), **more})
+    (saved.cast_column("source", Image()) if "source" in more else saved).save_to_disk(folder)
+    return Source(path=folder)
+
+
+def test_a_saved_set_that_was_made_alike_and_holds_other_rows(tmp_path: Path) -> None:
+    """`datasets` names a set by how it was made: of a file that changed it is called the same."""
+    source = save(tmp_path / "saved", "a cat")
+    before = fingerprint(source)
+    assert fingerprint(source) == before
+    name = json.loads((tmp_path / "saved/state.json").read_text())["_fingerprint"]
+    save(tmp_path / "saved", "a dog")
+    state = json.loads((tmp_path / "saved/state.json").read_text())
+    (tmp_path / "saved/state.json").write_text(json.dumps(state | {"_fingerprint": name}))
+    assert fingerprint(source) != before
+
+
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
 def test_lines_over_the_limit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.LINE_LIMIT == 64 * 2**20

@@ -31,15 +31,17 @@ def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
 
 
 def fingerprint(source: Source) -> list[tuple[str, str]]:
-    """Return (name, digest) of each file of a source; of a hub set the hash that `datasets` gives it.
+    """Return (name, digest) of each file of a source; of a hub set the hash that `datasets` gives it, and of one that
+    is saved here the digests of its files, too: that hash is of how a set was made, not of what it holds.
 
     Raises:
         DataError: a file or folder that isn't there or can't be read.
     """
     content = _open(source)
-    if not isinstance(content, list):
-        return [(source.path.as_posix(), content._fingerprint)]
     digests = []
+    if not isinstance(content, list):
+        digests = [(source.path.as_posix(), str(content._fingerprint))]
+        content = [Path(file["filename"]) for file in content.cache_files] if source.path.exists() else []
     for file in content:
         with reading(file):
             digests.append((str(file), digest(file)))
