@@ -157,6 +157,16 @@ def test_the_summary_of_a_run_is_inert() -> None:
     assert COMMANDS & set(plain.file.getvalue()), "rich's own console lets them through"  # type: ignore[attr-defined]
 
 
+def test_an_encoding_without_a_character_ends_no_run() -> None:
+    """Of a terminal or a log in Latin-1, or in ASCII."""
+    for encoding, shown in (("latin-1", "café · ??"), ("ascii", "caf? ? ??"), ("utf-8", "café · 日本")):
+        raw = io.BytesIO()
+        to = Console(file=io.TextIOWrapper(raw, encoding=encoding), width=40)
+        to.print("café · 日本")
+        to.file.flush()
+        assert raw.getvalue().decode(encoding) == f"{shown}\n"
+
+
 def test_pages_show_what_is_hidden(tmp_path: Path) -> None:
     (tmp_path / "t.j2").write_text("<p>{{ name }}</p>{{ count }}{{ chart }}{% for n in names %}{{ n }}{% endfor %}")
     from markupsafe import Markup

@@ -64,7 +64,7 @@ def trained(request: pytest.FixtureRequest, stories: Path, tmp_path: Path) -> Pa
     return tmp_path / "run"
 
 
-def ask(folder: Path, text: str, *options: str) -> Any:
+def ask(folder: Path, text: str | bytes, *options: str) -> Any:
     runner = CliRunner()
     return runner.invoke(app, ["chat", str(folder), *options], input=text, env={"COLUMNS": "200", "NO_COLOR": "1"})
 
@@ -207,6 +207,17 @@ def test_a_terminal_goes_on_after_a_turn_that_can_not_be_served(
     converse(session, console)
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "512 positions" in output and output.count("base:") == 1, "a path is a question, no command"
+
+
+@pytest.mark.parametrize("question", [b"caf\xe9?\n", io.StringIO("caf\udce9?\n")], ids=["bytes", "half a pair"])
+def test_a_question_that_is_no_text(answering_run: Path, monkeypatch: pytest.MonkeyPatch, question: Any) -> None:
+    if isinstance(question, bytes):
+        result = ask(answering_run, question)
+        assert result.exit_code == 1 and "error: the question is no text in utf-8" in result.stderr, result.exception
+        return
+    monkeypatch.setattr("sys.stdin", question)
+    with pytest.raises(DataError, match=r"no text in .*surrogates not allowed"):
+        converse(load_chat(answering_run), Console(quiet=True))
 
 
 def test_a_piped_question_that_can_not_be_served_fails_at_a_terminal_too(

@@ -132,6 +132,48 @@ def test_parquet_with_a_column_twice(tmp_path: Path) -> None:
         read_rows(tmp_path / "t.parquet")
 
 
+def test_parquet_with_a_date_that_python_has_not(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet as writer
+
+    dates = pyarrow.array([0, -(2**53)], pyarrow.timestamp("ms"))
+    writer.write_table(pyarrow.table({"text": ["a", "b"], "index": dates}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"t\.parquet row 2: a date or time span out of Python's range"):
+        read_rows(tmp_path / "t.parquet")
+
+
+def save(folder: Path, *texts: str, **more: Any) -> Source:
+    """A data set as `save_to_disk` writes it."""
+    from datasets import Dataset, Image
+
+    saved = Dataset.from_dict({"text": list(texts), **more})
+    (saved.cast_column("source", Image()) if "source" in more else saved).save_to_disk(folder)
+    return Source(path=folder)
+
+
+def test_a_saved_set_that_was_made_alike_and_holds_other_rows(tmp_path: Path) -> None:
+    """`datasets` names a set by how it was made: of a file that changed it is called the same."""
+    source = save(tmp_path / "saved", "a cat")
+    before = fingerprint(source)
+    assert fingerprint(source) == before
+    name = json.loads((tmp_path / "saved/state.json").read_text())["_fingerprint"]
+    save(tmp_path / "saved", "a dog")
+    state = json.loads((tmp_path / "saved/state.json").read_text())
+    (tmp_path / "saved/state.json").write_text(json.dumps(state | {"_fingerprint": name}))
+    assert fingerprint(source) != before
+
+
+def test_saved_sets_that_are_damaged_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="saved: no rows in it"):
+        fingerprint(save(tmp_path / "saved"))
+    (tmp_path / "saved/state.json").write_text("[]")
+    with pytest.raises(DataError, match="saved: not a whole saved data set"):
+        fingerprint(Source(path=tmp_path / "saved"))
+    image = save(tmp_path / "images", "a", source=[{"path": None, "bytes": b"no image"}])
+    with pytest.raises(DataError, match=r"images can't be read \(cannot identify image file"):
+        list(read_source(image, RowReader()))
+
+
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
 def test_lines_over_the_limit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.LINE_LIMIT == 64 * 2**20

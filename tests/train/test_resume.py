@@ -182,6 +182,64 @@ def test_a_changed_recipe(make: Make, unfinished: Path) -> None:
     assert record.resumed_at == [5] and record.recipe["train"]["learning_rate"] == 1e-3 and len(record.steps) == 12
 
 
+@pytest.mark.parametrize("scheduler", ["linear", "constant"])
+def test_a_changed_learning_rate_and_weight_decay_train(
+    make: Make, unfinished: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    """A checkpoint's optimiser and schedule bring theirs along."""
+    decays: list[list[float]] = []
+
+    def on_step_end(self: RunControl, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        decays.append([group["weight_decay"] for group in kwargs["optimizer"].param_groups])
+
+    monkeypatch.setattr(RunControl, "on_step_end", on_step_end)
+    changes = {"learning_rate": 1e-4, "weight_decay": 0.1, "lr_scheduler": scheduler, "logging_steps": 1}
+    record = run(make("run", train=changes), QUIET, allow=True)
+    expected = [1e-4 * (11 - done) / 11 if scheduler == "linear" else 1e-4 for done in range(4, 11)]
+    assert [step["learning_rate"] for step in record.steps[5:]] == pytest.approx(expected, rel=1e-6)
+    assert decays == [[0.1, 0.0]] * 7
+
+
+@pytest.mark.parametrize(
+    ("begun", "changes", "problem"),
+    [
+        ({}, {"optimizer": "adafactor"}, "train.optimizer was 'adamw_torch_fused', is 'adafactor'"),
+        ({}, {"lr_scheduler": "greedy", "eval_steps": 4}, "train.lr_scheduler was 'linear', is 'greedy'"),
+        (
+            {"lr_scheduler": "greedy", "eval_steps": 4},
+            {"learning_rate": 1e-3},
+            "train.learning_rate was 0.01, is 0.001",
+        ),
+    ],
+)
+def test_states_of_another_optimiser_or_schedule_are_refused_even_when_allowed(
+    make: Make, unfinished: Path, begun: dict[str, Any], changes: dict[str, Any], problem: str
+) -> None:
+    journal = unfinished / "journal.json"
+    table = json.loads(journal.read_text())
+    table["recipe"]["train"] |= begun
+    journal.write_text(json.dumps(table))
+    changed = make("run", train={**begun, **changes})
+    with pytest.raises(ConfigError, match=problem):
+        run(changed, QUIET, allow=True)
+    for folder in checkpoints(unfinished):
+        shutil.rmtree(folder)
+    assert open_run_state(unfinished, changed, allow=True).recipe == changed.to_dict()
+
+
+@pytest.mark.parametrize("asked", [{}, {"eval_rows": 1}, {"eval": None}], ids=["other file", "fewer rows", "none"])
+def test_the_loss_before_is_of_the_held_out_rows_of_now(make: Make, unfinished: Path, asked: dict[str, Any]) -> None:
+    """What is held out may be changed with --allow: the losses before and after are of the same rows."""
+    journal = unfinished / "journal.json"
+    table = json.loads(journal.read_text())
+    if not asked:
+        table["data"]["eval"] = "the hash of what the file held"
+    journal.write_text(json.dumps(table | {"before": 99.0}))
+    resumed = run(make("run", data=asked), QUIET, allow=True).heldout
+    expected = run(make("whole", data=asked, train={"max_steps": 1}), QUIET).heldout
+    assert (resumed["before"], resumed["rows"]) == (expected["before"], expected["rows"])
+
+
 def test_a_longer_run_when_allowed(make: Make, unfinished: Path) -> None:
     record = run(make("run", train={"max_steps": 14}), QUIET, allow=True)
     assert [step["step"] for step in record.steps] == list(range(1, 15))

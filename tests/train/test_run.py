@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -195,8 +197,25 @@ def test_a_full_disk_is_told_before_its_folder_is_there(tmp_path: Path, monkeypa
     used = SimpleNamespace(free=0)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: used if folder == tmp_path else 1 / 0)
     assert disk_is_full(RuntimeError("unexpected pos 64 vs 0"), tmp_path / "run" / "checkpoint-1")
+    assert disk_is_full(OSError("1024 requested and 568 written"), tmp_path / "run" / "export")  # numpy's tofile
     used.free = 2**30
+    assert disk_is_full(Exception("I/O error: Disk quota exceeded (os error 122)"), tmp_path)  # safetensors'
+    assert not disk_is_full(OSError("1024 requested and 568 written"), tmp_path)
     assert not disk_is_full(RuntimeError("unexpected pos 64 vs 0"), tmp_path / "run" / "checkpoint-1")
+
+
+def test_a_folder_that_can_not_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path / "file/folder", tmp_path / ("x" * 300)):
+        with (
+            pytest.raises(
+                TrainingError, match=r"can't be written \((File exists|Not a directory|File name too long)\)"
+            ),
+            whole_folder(target),
+        ):
+            pass
+    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "folder"):
+        (tmp_path / "another").read_text()  # what is written from is another matter
 
 
 def test_a_saved_adapter_is_trained_on(recipe: Any, tmp_path: Path) -> None:
@@ -206,6 +225,35 @@ def test_a_saved_adapter_is_trained_on(recipe: Any, tmp_path: Path) -> None:
     assert again.heldout["before"] == pytest.approx(first.heldout["after"], rel=1e-4)
     with pytest.raises(ConfigError, match="is a saved adapter"):
         run(recipe(model=saved, adapter={"method": "full"}, train={"output": tmp_path / "full"}), QUIET)
+
+
+@pytest.mark.parametrize(
+    ("special", "changes", "holds"),
+    [
+        ({"eos_token": "<end>"}, {}, "train_dataset holds the token '<end>' of id 512, .* embeddings of 512"),
+        ({"eos_token": "<end>"}, {"packing": {"enabled": False}}, "train_dataset holds the token"),
+        ({"extra_special_tokens": ["<end>"]}, {}, "data.eval holds the token '<end>'"),
+        ({"extra_special_tokens": ["<end>"]}, {"train": {"eval_steps": 2}}, "eval_dataset holds the token '<end>'"),
+        ({"pad_token": "<end>"}, {}, None),
+        ({"pad_token": "<end>"}, {"packing": {"enabled": False, "rows_per_step": 3}}, None),
+    ],
+)
+def test_tokens_that_the_model_has_no_embedding_of(
+    recipe: Any, stories: Path, tmp_path: Path, special: dict[str, Any], changes: dict[str, Any], holds: str | None
+) -> None:
+    """Trained ones are refused, and one that only pads does no harm."""
+    model = shutil.copytree(stories, tmp_path / "model", copy_function=shutil.copyfile)
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | special))
+    settings = recipe(model={"name": str(model)}, **changes)
+    with (tmp_path / "eval.jsonl").open("a") as rows:
+        rows.write('\n{"question": "Why <end>?", "answer": "The."}')
+    if holds is None:
+        reference = recipe(train={"output": tmp_path / "plain"}, **changes)
+        assert run(settings, QUIET).heldout == run(reference, QUIET).heldout
+        return
+    with pytest.raises(DataError, match=holds):
+        run(settings, QUIET)
 
 
 def test_a_model_that_is_nowhere(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import ApiKey, Debug, Timeout
-from pronghorn.errors import ConfigError, PronghornError
+from pronghorn.errors import ConfigError, DataError, PronghornError
 from pronghorn.text import visible
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def converse(session: ChatSession | ServedChat, console: Console) -> None:
     """Ask and answer until the input ends. A turn that can't be served is told at a terminal, which goes on.
 
     Raises:
-        PronghornError: such a turn where the input is a pipe.
+        PronghornError: such a turn where the input is a pipe. DataError: a question that is no text.
     """
     typed = console.is_terminal and sys.stdin.isatty()
     if typed:
@@ -102,9 +102,15 @@ def converse(session: ChatSession | ServedChat, console: Console) -> None:
     while True:
         try:
             text = console.input("[bold]you>[/] " if typed else "").strip()
+            text.encode()  # half a surrogate pair is how some locales read a byte that is no text
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
+        except UnicodeError as error:
+            raise DataError(
+                f"the question is no text in {sys.stdin.encoding} ({error})",
+                "give UTF-8, with PYTHONIOENCODING=utf-8 where the terminal's own encoding is another",
+            ) from error
         if text == "/quit":
             return
         if text == "/reset":

@@ -13,7 +13,8 @@ from pronghorn.text import visible
 
 
 class Console(rich.console.Console):
-    """A console on which text never commands the terminal, whoever wrote it: file names, rows, templates, answers.
+    """A console on which text never commands the terminal, whoever wrote it: file names, rows, templates, answers. What
+    the terminal's encoding lacks becomes `?`: no run ends for a character that can't be shown.
 
     Everything that is printed passes `render`. Colours and cursor movements of our own are no part of the text there.
     """
@@ -28,4 +29,7 @@ class Console(rich.console.Console):
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         """Make visible what was no string when it was printed."""
         for segment in super().render(*arguments, **options):
-            yield segment if segment.control else segment._replace(text=visible(segment.text))
+            yield segment if segment.control else segment._replace(text=self._shown(visible(segment.text)))
+
+    def _shown(self, text: str) -> str:
+        return text if self.encoding == "utf-8" else text.encode(self.encoding, "replace").decode(self.encoding)

@@ -318,6 +318,10 @@ def _parquet(path: Path) -> Values:
         raise DataError(
             f"{where(path, row + 1)}: bytes that are not UTF-8 ({error})", "write strings as UTF-8"
         ) from error
+    except OverflowError as error:
+        raise DataError(
+            f"{where(path, row + 1)}: a date or time span out of Python's range ({error})", "mend or delete that row"
+        ) from error
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path}: not a whole Parquet file ({error})",

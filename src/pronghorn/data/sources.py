@@ -31,15 +31,17 @@ def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
 
 
 def fingerprint(source: Source) -> list[tuple[str, str]]:
-    """Return (name, digest) of each file of a source; of a hub set the hash that `datasets` gives it.
+    """Return (name, digest) of each file of a source; of a hub set the hash that `datasets` gives it, and of one that
+    is saved here the digests of its files, too: that hash is of how a set was made, not of what it holds.
 
     Raises:
         DataError: a file or folder that isn't there or can't be read.
     """
     content = _open(source)
-    if not isinstance(content, list):
-        return [(source.path.as_posix(), content._fingerprint)]
     digests = []
+    if not isinstance(content, list):
+        digests = [(source.path.as_posix(), str(content._fingerprint))]
+        content = [Path(file["filename"]) for file in content.cache_files] if source.path.exists() else []
     for file in content:
         with reading(file):
             digests.append((str(file), digest(file)))
@@ -81,8 +83,13 @@ def _values(source: Source) -> Iterator[tuple[str, Iterator[tuple[int, Any]]]]:
         for file in content:
             yield str(file), read_file(file)
     else:  # null fields of nested records are left out as in Parquet
-        rows = ({name: without_nulls(child) for name, child in row.items()} for row in content)
+        rows = ({name: without_nulls(child) for name, child in row.items()} for row in _decoded(content, source.path))
         yield source.path.as_posix(), enumerate(rows, 1)
+
+
+def _decoded(content: Any, path: Path) -> Iterator[dict[str, Any]]:
+    with reading(path):  # images and sounds in other columns are decoded, too
+        yield from content
 
 
 def _open(source: Source) -> Any:
@@ -131,7 +138,9 @@ def _saved(path: Path, split: str) -> Any:
 
     try:
         return load_from_disk(path)
-    except (OSError, ValueError, KeyError) as error:
+    except IndexError as error:  # what an empty one makes of `datasets`
+        raise DataError(f"{path}: no rows in it", "save one that has rows") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a whole saved data set ({error})", "save it again by save_to_disk") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from pronghorn import state
 from pronghorn.errors import ConfigError, PronghornError, TrainingError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def refuse_filled(target: Path) -> None:
@@ -25,11 +28,22 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Yields:
         The folder to write into.
     Raises:
-        TrainingError: the disk is full.
+        TrainingError: the disk is full, or no folder can be made or moved there.
     """
-    # raised inside, while what filled the disk is still there, and outside for the flush and the move
-    with full_disk(target), state.new_folder(target) as folder, full_disk(target):
-        yield folder
+    ours = True  # what goes wrong outside the block
+    try:
+        # raised inside, while what filled the disk is still there, and outside for the flush and the move
+        with full_disk(target), state.new_folder(target) as folder, full_disk(target):
+            ours = False
+            yield folder
+            ours = True
+    except OSError as error:
+        if not ours:
+            raise
+        raise TrainingError(
+            f"{target} can't be written ({error.strerror or error})",
+            "mend the path, its rights or the disk, or name another folder; what was there before is untouched",
+        ) from error
 
 
 @contextmanager
@@ -46,11 +60,13 @@ def full_disk(target: Path) -> Iterator[None]:
 
 
 def disk_is_full(error: BaseException, folder: Path) -> bool:
-    """Tell whether that is why writing into `folder` failed. Of safetensors' error only the text says so, and torch's
-    says no more than that its file isn't whole."""
+    """Tell whether that, or a quota, is why writing into `folder` failed. Of safetensors' error only the text says so;
+    torch's and numpy's say no more than that a file isn't whole."""
     if isinstance(error, PronghornError):
         return False
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+    number = getattr(error, "errno", None)
+    if number in _FULL or any(os.strerror(full) in str(error) for full in _FULL):
         return True
     made = next(path for path in (folder, *folder.absolute().parents) if path.exists())  # it may not have come so far
-    return isinstance(error, RuntimeError) and shutil.disk_usage(made).free < 2**20
+    tells_nothing = isinstance(error, RuntimeError) or (isinstance(error, OSError) and number is None)
+    return tells_nothing and shutil.disk_usage(made).free < 2**20

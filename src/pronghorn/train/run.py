@@ -17,7 +17,6 @@ from transformers import TrainerState
 from trl import SFTConfig
 
 from pronghorn.config import Recipe
-from pronghorn.data.batch import Collator
 from pronghorn.data.cache import Prepared
 from pronghorn.data.dealing import LOOK_AHEAD, WORTH_REGROUPING, DealtRows
 from pronghorn.data.packed_rows import PackedRows, PackingStats
@@ -42,7 +41,7 @@ from pronghorn.train.report import write_report
 from pronghorn.train.run_folder import must_have_improved, open_folder
 from pronghorn.train.run_state import RunState, check_data, note_processes, recipe_hash
 from pronghorn.train.trainer import SFTTrainer
-from pronghorn.train.validate import check_no_fsdp, use_one_gpu
+from pronghorn.train.validate import check_ids, check_no_fsdp, use_one_gpu
 
 T = TypeVar("T")
 
@@ -167,6 +166,7 @@ def _build(
     control.hang_up = lambda: setattr(console, "quiet", True)
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = make_trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress], args)
+    check_ids("data.eval", heldout, tokenizer, model.get_input_embeddings().weight.shape[0])
     if handle.isolation is not None:
         console.print(f"Probe: {escape(str(handle.isolation))}", highlight=False)
     trainer.recipe, trainer.checked = recipe_hash(recipe), newest
@@ -242,10 +242,10 @@ def _evaluate(current: _Run, when: str) -> tuple[float | None, list[str]]:
     tokenizer: Any = current.trainer.processing_class
     loss = None
     if heldout is not None:
-        collator = Collator(recipe.model.max_seq_length, tokenizer.pad_token_id)
+        collator: Any = current.trainer.data_collator
         with current.trainer.accelerator.autocast():
             shown = f"Held-out rows {when}"
-            loss = heldout_loss(model, heldout, collator, lambda rows: track(rows, shown, len(rows), console))
+            loss = heldout_loss(model, heldout, collator.packed, lambda rows: track(rows, shown, len(rows), console))
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
     conversations = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]

@@ -19,6 +19,7 @@ from pronghorn.config import Recipe
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
 from pronghorn.recipe_errors import without_removed
+from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.record import read_table, write_table
 
 FILE_NAME = "journal.json"
@@ -77,7 +78,7 @@ def open_run_state(output: Path, recipe: Recipe, allow: bool) -> RunState:
     Only the holder of the folder's lock may call this.
 
     Raises:
-        ConfigError: unless `allow`, a run of another recipe.
+        ConfigError: unless `allow`, a run of another recipe; one of another optimiser even then.
         DataError: a file that can't be read.
     """
     path = output / FILE_NAME
@@ -93,13 +94,33 @@ def open_run_state(output: Path, recipe: Recipe, allow: bool) -> RunState:
             "put them back, choose another train.output, or give --allow to go on with the changed recipe",
         )
     if changes:
+        _refuse_another_s_states(changes, state.recipe["train"], recipe, output)
         state.trained = state.stopped = None  # there may be more to train now
-    if state.recipe.get("report") != recipe.to_dict()["report"]:
+    if changes or state.recipe.get("report") != recipe.to_dict()["report"]:
         state.baseline_done = False  # the loaded model, before a checkpoint's weights, answers the prompts of now
     if state.baseline_done and state.eval_loss_before is None and recipe.data.eval is not None:
         state.eval_loss_before = math.nan  # which JSON lacks
     state.recipe = recipe.to_dict()
     return state
+
+
+STEPPING = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that change the learning rate that they find: it goes on from the checkpoint's."""
+
+
+def _refuse_another_s_states(
+    changes: list[tuple[str, Any, Any]], before: dict[str, Any], recipe: Recipe, output: Path
+) -> None:
+    """Refuse changes with which the states in a checkpoint, if there is one, can't be gone on with (ConfigError)."""
+    own = ["train.optimizer"]
+    if {before.get("lr_scheduler"), recipe.train.lr_scheduler} & set(STEPPING):
+        own += ["train.lr_scheduler", "train.lr_scheduler_kwargs", "train.learning_rate"]
+    listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in changes if key in own)
+    if listed and checkpoints(output):
+        raise ConfigError(
+            f"{listed}: the states in {output}'s checkpoints are of the earlier one, whatever is allowed",
+            "put it back, or choose another train.output",
+        )
 
 
 _LATER = {
@@ -114,7 +135,8 @@ _LATER = {
 def changed_keys(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (key, earlier value, value now) of every recipe key that differs and isn't free to."""
     old, new = _fixed_keys(without_removed(earlier)), _fixed_keys(now)
-    return [(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [(key, old.get(key, _LATER.get(key)), new.get(key, _LATER.get(key))) for key in changed]
 
 
 def recipe_hash(recipe: Recipe) -> str:
@@ -141,6 +163,8 @@ def check_data(state: RunState, split: str, key: str, allow: bool) -> None:
             f"data.{split}: the data, the tokenizer or the chat template changed since the run began",
             "put them back, choose another train.output, or give --allow to go on with the data as they are",
         )
+    if earlier != key and split == "eval":
+        state.baseline_done = False  # the loss before was of other rows than the one after will be
     state.data[split] = key
 
 

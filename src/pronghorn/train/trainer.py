@@ -37,7 +37,7 @@ from pronghorn.models.families import balances_experts, base_causal_lm
 from pronghorn.models.generic import PACKING
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
-from pronghorn.train import checkpoint
+from pronghorn.train import checkpoint, validate
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
@@ -160,6 +160,7 @@ class SFTTrainer(SharedLayersTrainer):
                     require_isolation(handle.model)
                 if not self._packs_train:
                     require_padded(handle.model)
+        validate.check_tokens(self)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = _Collators(self._pack_collator, stock)

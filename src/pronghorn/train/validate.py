@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+import pyarrow.compute
 import torch
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, IterableDataset
@@ -16,6 +17,7 @@ from pronghorn.data.formats import likely_columns
 from pronghorn.data.media import parts_of, refuse_media
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
@@ -143,6 +145,36 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
             f"{name}: columns {', '.join(row)} are no known format",
             f"dataset.rename_columns({renamed})" if renamed else "name them messages, prompt and completion, or text",
         )
+
+
+def check_tokens(trainer: Any) -> None:
+    """Refuse documents with tokens that the trainer's model has no embedding of, and let token 0 pad where the padding
+    token has none: nothing attends to it."""
+    rows = base_causal_lm(trainer.model).get_input_embeddings().weight.shape[0]
+    for name in ("train_dataset", "eval_dataset"):
+        given = getattr(trainer, name)
+        for dataset in given.values() if isinstance(given, dict) else [given]:
+            check_ids(name, dataset, trainer.processing_class, rows)
+    if (trainer.data_collator.pad_token_id or 0) >= rows:
+        trainer.data_collator.pad_token_id = 0
+
+
+def check_ids(name: str, dataset: Any, tokenizer: Any, rows: int) -> None:
+    """Refuse documents with ids from `rows` on, of which there are no embeddings. Only where the tokenizer has such are
+    they looked through."""
+    documents = getattr(dataset, "documents", dataset)
+    known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    if max(known.values(), default=0) < rows or not isinstance(documents, Dataset):
+        return
+    for table in documents.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
+        highest = pyarrow.compute.max(pyarrow.compute.list_flatten(table["input_ids"])).as_py()
+        if highest is not None and highest >= rows:
+            token = tokenizer.convert_ids_to_tokens(highest)
+            raise DataError(
+                f"{name} holds the token {token!r} of id {highest:,}, and the model has embeddings of {rows:,} tokens",
+                "take the model's own tokenizer, as it was published; tokens that it lacks are added by "
+                "adapter.new_tokens, in a script by model.resize_token_embeddings(len(tokenizer))",
+            )
 
 
 def check_row_length(asked: int | None, limit: int | None) -> int:
