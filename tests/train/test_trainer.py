@@ -16,7 +16,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -840,6 +840,22 @@ def test_what_the_packed_trainer_does_not_serve_is_refused(
     model, tokenizer = adapted(stories)
     with pytest.raises(UnsupportedError, match=message):
         SFTTrainer(model, config(tmp_path, **changes), train_dataset=documents, tokenizer=tokenizer, **given)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_virtual_tokens_are_refused_before_packed_rows_only(
+    stories: Path, documents: Dataset, tmp_path: Path, wrapped: bool
+) -> None:
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512)
+    virtual = PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4)
+    adapters: dict[str, Any] = {} if wrapped else {"peft_config": virtual}
+    model = get_peft_model(model, virtual) if wrapped else model
+    data = {"train_dataset": documents, "tokenizer": tokenizer}
+    with pytest.raises(UnsupportedError, match=r"PROMPT_TUNING puts virtual tokens .*: set packing=False"):
+        SFTTrainer(model, config(tmp_path), **data, **adapters)
+    padded = SFTTrainer(model, config(tmp_path, packing=False, max_steps=1), **data, **adapters)
+    padded.train()
+    assert losses(padded)[0] > 0
 
 
 def test_arguments_are_as_they_were_after_an_error(stories: Path, documents: Dataset, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class SFTTrainer(SharedLayersTrainer):
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
-        check_adapters(model, kwargs.get("peft_config"))
+        check_adapters(model, kwargs.get("peft_config"), self._packs_train or self._packs_eval)
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
             check_trained_dtypes(data.dtype for data in trained.values())
         self._train_is_prepared = False

@@ -159,12 +159,18 @@ def check_row_length(asked: int | None, limit: int | None) -> int:
     return int(asked or limit or 0)
 
 
-def check_adapters(model: Any, asked: Any) -> None:
-    """Refuse a `peft_config` beside adapters, and one that is a table."""
+def check_adapters(model: Any, asked: Any, packs: bool) -> None:
+    """Refuse a `peft_config` beside adapters, one that is a table, and virtual tokens before packed rows."""
     if isinstance(asked, dict):
         raise ConfigError("peft_config is a dict", "give peft.LoraConfig(**SETTINGS), or call get_peft_model")
     if isinstance(model, PeftModel) and asked is not None:
         raise ConfigError("peft_config for a model that has an adapter already", "leave peft_config out")
+    config = model.active_peft_config if isinstance(model, PeftModel) else asked
+    if packs and getattr(config, "is_prompt_learning", False):
+        raise UnsupportedError(
+            f"{config.peft_type.value} puts virtual tokens before the prompt, and packed rows have no place for them",
+            "set packing=False in SFTConfig, or train a LoRA adapter",
+        )
 
 
 def check_trains(model: Any) -> None:
