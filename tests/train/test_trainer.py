@@ -858,6 +858,41 @@ def test_virtual_tokens_are_refused_before_packed_rows_only(
     assert losses(padded)[0] > 0
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_tokens_that_the_model_lacks_are_refused(
+    stories: Path, documents: Dataset, tmp_path: Path, packing: bool
+) -> None:
+    """Tokens that only the tokenizer knows, where documents have them; and what they say to do helps."""
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512)
+    tokenizer.add_tokens(["<note>"])
+    tagged = Dataset.from_dict({"text": ["Once upon a time.", "<note>A cat sat."] * 4})
+    args = config(tmp_path, packing=packing, max_steps=1)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    given: dict[str, Any] = {"tokenizer": tokenizer, "peft_config": lora}
+    remedy = r"resize_token_embeddings\(len\(tokenizer\)\) .*\['embed_tokens', 'lm_head'\]"
+    with pytest.raises(ConfigError, match=f"train_dataset has token 512, '<note>', and .* 512 tokens: .*{remedy}"):
+        SFTTrainer(model, args, train_dataset=tagged, **given)
+    model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512)
+    with pytest.raises(ConfigError, match="eval_dataset has token 512"):
+        SFTTrainer(model, args, train_dataset=documents, eval_dataset={"one": documents, "two": tagged}, **given)
+    model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512)
+    model.resize_token_embeddings(len(tokenizer))
+    SFTTrainer(model, args, train_dataset=tagged, **given).train()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_padding_that_the_model_lacks_is_refused(
+    stories: Path, documents: Dataset, tmp_path: Path, packing: bool
+) -> None:
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, packing=packing, max_steps=1)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    with pytest.raises(ConfigError, match=r"padding has token 512, '\[PAD\]', .* = tokenizer\.eos_token"):
+        SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer).train()
+
+
 def test_arguments_are_as_they_were_after_an_error(stories: Path, documents: Dataset, tmp_path: Path) -> None:
     """What a notebook mends and tries again still packs."""
     model, tokenizer = adapted(stories)
