@@ -830,6 +830,7 @@ def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tm
         ({}, {"data_collator": len}, "data_collator = "),
         ({}, {"compute_loss_func": len}, "compute_loss_func = "),
         ({}, {"compute_metrics": len}, "compute_metrics over packed rows, which have no logits: set eval_packing=Fal"),
+        ({"metric_for_best_model": "eval_mean_token_accuracy"}, {}, "'eval_mean_token_accuracy', which .*: use 'loss'"),
         ({"packing_strategy": "wrapped"}, {}, "packing_strategy = 'wrapped'"),
         ({"dataset_kwargs": {"skip_prepare_dataset": True}}, {}, "skip_prepare_dataset = True"),
     ],

@@ -26,6 +26,9 @@ from pronghorn.text import short
 _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
 
+_OF_LOGITS = ("mean_token_accuracy", "entropy", "num_tokens")
+"""What TRL logs beside the loss."""
+
 
 def check_old_arguments(model: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuse a model that is none, and what is SFTConfig's: scripts of Unsloth give it to the trainer, as earlier
@@ -295,6 +298,12 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
         name = getattr(collator, "__name__", type(collator).__name__)
         raise UnsupportedError(
             f"data_collator = {name}: the trainer packs and pads by itself", "leave data_collator out"
+        )
+    best = str(args.metric_for_best_model)
+    if best.removeprefix("eval_") in _OF_LOGITS and kwargs.get("compute_metrics") is None:
+        raise UnsupportedError(
+            f"metric_for_best_model = {best!r}, which takes logits and isn't measured here",
+            "use 'loss', or give compute_metrics and set eval_packing=False",
         )
     unserved = [
         ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
