@@ -186,6 +186,7 @@ def test_the_notebook_for_texts_runs_with_its_imports_changed(llama: Path, tmp_p
         ({"device_map": "balanced"}, "torchrun"),
         ({"fast_inference": True, "max_lora_rank": 32}, "vLLM"),
         ({"attn_implementation": "flash_attention_2"}, "attention="),
+        ({"num_labels": 1}, "TRL alone"),  # `attach` refuses it
     ],
 )
 def test_an_argument_of_unsloth_s_is_answered(argument: dict[str, Any], says: str, stories: Path) -> None:

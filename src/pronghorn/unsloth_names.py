@@ -42,7 +42,7 @@ _INSTEAD = {
     "loftq_config": "leave it out: LoftQ's adapters fit only the quantised weights that it makes itself",
     "lora_r": "give it as r",
     "lora_rank": "give it as r",
-    "num_labels": "load AutoModelForSequenceClassification, and call pronghorn.attach(model)",
+    "num_labels": "train AutoModelForSequenceClassification by transformers or TRL alone",
     "peft_config": "give its settings by their names: r=…, lora_alpha=…, target_modules=…",
     "quantization_config": "load_in_4bit=True quantises to NF4; leave it out",
     "torch_dtype": "give it as dtype",

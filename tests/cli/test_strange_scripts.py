@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from peft import PeftModel
 from trl import SFTConfig
 
 import pronghorn
@@ -42,6 +43,11 @@ def adapters_late(model: Path) -> None:
     late.train()
 
 
+def loaded_by_peft(model: Path) -> Any:
+    lora(model).save_pretrained("adapter")
+    return PeftModel.from_pretrained(load(model)[0], "adapter")
+
+
 SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "an argument misspelt": (lambda m: load(m, max_seq_len=64), "max_seq_len", "did you mean max_seq_length?"),
     "no name": (lambda m: FastLanguageModel.from_pretrained(None), "model_name None", "a hub name"),  # type: ignore[arg-type]
@@ -62,6 +68,11 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda m: trainer(lora(m).merge_and_unload()).train(),
         "no weight of the model",
         "get_peft_model",
+    ),
+    "an adapter as PEFT loads it": (
+        lambda m: trainer(loaded_by_peft(m)).train(),
+        "its adapter is frozen",
+        "is_trainable=True",
     ),
     "a model to resume from": (
         lambda m: trainer(lora(m)).train(resume_from_checkpoint=str(m)),

@@ -16,7 +16,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -830,6 +830,7 @@ def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tm
         ({}, {"data_collator": len}, "data_collator = "),
         ({}, {"compute_loss_func": len}, "compute_loss_func = "),
         ({}, {"compute_metrics": len}, "compute_metrics over packed rows, which have no logits: set eval_packing=Fal"),
+        ({"metric_for_best_model": "eval_mean_token_accuracy"}, {}, "'eval_mean_token_accuracy', which .*: use 'loss'"),
         ({"packing_strategy": "wrapped"}, {}, "packing_strategy = 'wrapped'"),
         ({"dataset_kwargs": {"skip_prepare_dataset": True}}, {}, "skip_prepare_dataset = True"),
     ],
@@ -840,6 +841,57 @@ def test_what_the_packed_trainer_does_not_serve_is_refused(
     model, tokenizer = adapted(stories)
     with pytest.raises(UnsupportedError, match=message):
         SFTTrainer(model, config(tmp_path, **changes), train_dataset=documents, tokenizer=tokenizer, **given)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_virtual_tokens_are_refused_before_packed_rows_only(
+    stories: Path, documents: Dataset, tmp_path: Path, wrapped: bool
+) -> None:
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512)
+    virtual = PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4)
+    adapters: dict[str, Any] = {} if wrapped else {"peft_config": virtual}
+    model = get_peft_model(model, virtual) if wrapped else model
+    data = {"train_dataset": documents, "tokenizer": tokenizer}
+    with pytest.raises(UnsupportedError, match=r"PROMPT_TUNING puts virtual tokens .*: set packing=False"):
+        SFTTrainer(model, config(tmp_path), **data, **adapters)
+    padded = SFTTrainer(model, config(tmp_path, packing=False, max_steps=1), **data, **adapters)
+    padded.train()
+    assert losses(padded)[0] > 0
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_tokens_that_the_model_lacks_are_refused(
+    stories: Path, documents: Dataset, tmp_path: Path, packing: bool
+) -> None:
+    """Tokens that only the tokenizer knows, where documents have them; and what they say to do helps."""
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512)
+    tokenizer.add_tokens(["<note>"])
+    tagged = Dataset.from_dict({"text": ["Once upon a time.", "<note>A cat sat."] * 4})
+    args = config(tmp_path, packing=packing, max_steps=1)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    given: dict[str, Any] = {"tokenizer": tokenizer, "peft_config": lora}
+    remedy = r"resize_token_embeddings\(len\(tokenizer\)\) .*\['embed_tokens', 'lm_head'\]"
+    with pytest.raises(ConfigError, match=f"train_dataset has token 512, '<note>', and .* 512 tokens: .*{remedy}"):
+        SFTTrainer(model, args, train_dataset=tagged, **given)
+    model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512)
+    with pytest.raises(ConfigError, match="eval_dataset has token 512"):
+        SFTTrainer(model, args, train_dataset=documents, eval_dataset={"one": documents, "two": tagged}, **given)
+    model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512)
+    model.resize_token_embeddings(len(tokenizer))
+    SFTTrainer(model, args, train_dataset=tagged, **given).train()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_padding_that_the_model_lacks_is_refused(
+    stories: Path, documents: Dataset, tmp_path: Path, packing: bool
+) -> None:
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, packing=packing, max_steps=1)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    with pytest.raises(ConfigError, match=r"padding has token 512, '\[PAD\]', .* = tokenizer\.eos_token"):
+        SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer).train()
 
 
 def test_arguments_are_as_they_were_after_an_error(stories: Path, documents: Dataset, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from pronghorn import state
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import is_bf16_supported, processes
-from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.attach import attached
@@ -61,8 +61,10 @@ from pronghorn.train.validate import (
     check_adapters,
     check_arguments,
     check_dataset,
+    check_documents,
     check_old_arguments,
     check_row_length,
+    check_token_ids,
     check_trained_dtypes,
     check_trains,
     use_one_gpu,
@@ -120,7 +122,7 @@ class SFTTrainer(SharedLayersTrainer):
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
-        check_adapters(model, kwargs.get("peft_config"))
+        check_adapters(model, kwargs.get("peft_config"), self._packs_train or self._packs_eval)
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
             check_trained_dtypes(data.dtype for data in trained.values())
         self._train_is_prepared = False
@@ -162,6 +164,8 @@ class SFTTrainer(SharedLayersTrainer):
                     require_padded(handle.model)
         validate.check_tokens(self)
         stock: Any = self.data_collator
+        data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        check_token_ids(adapted, self.processing_class, stock.pad_token_id, data)
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = _Collators(self._pack_collator, stock)
         self._watch = GradientWatch(None if self._shared is None else self._shared.trained)
@@ -195,12 +199,7 @@ class SFTTrainer(SharedLayersTrainer):
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
             return PackedRows(dataset, args.max_length, seed=data_seed(args))
         documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
-        # TRL drops documents without a label within `max_length`; streamed ones have no length
-        if hasattr(documents, "__len__") and len(documents) == 0:
-            raise DataError(
-                f"no document of the {dataset_name} data set has a token to train among its first {args.max_length}",
-                "raise max_length, or shorten the prompts",
-            )
+        check_documents(dataset_name, documents, args.max_length)
         return PackedRows(documents, args.max_length, seed=data_seed(args)) if packing else documents
 
     def create_accelerator_and_postprocess(self) -> None:

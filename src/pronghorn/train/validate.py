@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
+from pyarrow import compute
 from trl import SFTConfig
 
 from pronghorn.data.formats import likely_columns
@@ -19,11 +20,15 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import check_model
+from pronghorn.models.reach import end_names
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
 
 _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
+
+_OF_LOGITS = ("mean_token_accuracy", "entropy", "num_tokens")
+"""What TRL logs beside the loss."""
 
 
 def check_old_arguments(model: Any, kwargs: Mapping[str, Any]) -> None:
@@ -191,27 +196,83 @@ def check_row_length(asked: int | None, limit: int | None) -> int:
     return int(asked or limit or 0)
 
 
-def check_adapters(model: Any, asked: Any) -> None:
-    """Refuse a `peft_config` beside adapters, and one that is a table."""
+def check_adapters(model: Any, asked: Any, packs: bool) -> None:
+    """Refuse a `peft_config` beside adapters, one that is a table, and virtual tokens before packed rows."""
     if isinstance(asked, dict):
         raise ConfigError("peft_config is a dict", "give peft.LoraConfig(**SETTINGS), or call get_peft_model")
     if isinstance(model, PeftModel) and asked is not None:
         raise ConfigError("peft_config for a model that has an adapter already", "leave peft_config out")
+    config = model.active_peft_config if isinstance(model, PeftModel) else asked
+    if packs and getattr(config, "is_prompt_learning", False):
+        raise UnsupportedError(
+            f"{config.peft_type.value} puts virtual tokens before the prompt, and packed rows have no place for them",
+            "set packing=False in SFTConfig, or train a LoRA adapter",
+        )
 
 
 def check_trains(model: Any) -> None:
     """Refuse to train a model of which no weight is trained, and adapters that came into the model after its trainer
     was made, which would save no adapter."""
+    adapted = isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
+        if adapted:
+            raise ConfigError(
+                "no weight of the model is trained: its adapter is frozen, as PEFT loads it",
+                "load it by FastLanguageModel.from_pretrained(FOLDER), or by PEFT with is_trainable=True",
+            )
         raise ConfigError(
             "no weight of the model is trained",
             "add adapters by FastLanguageModel.get_peft_model (merge_and_unload takes them away), or load the model "
             "with full_finetuning=True",
         )
-    if isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False):
+    if adapted:
         return
     if any(".lora_" in name for name, _ in model.named_parameters()):
         raise ConfigError("adapters were added after the trainer was made", "call get_peft_model before SFTTrainer")
+
+
+def check_documents(name: str, documents: Any, most: int) -> None:
+    """Refuse a data set of which TRL kept nothing: it drops documents without a label within `max_length`; streamed
+    ones have no length."""
+    if hasattr(documents, "__len__") and len(documents) == 0:
+        raise DataError(
+            f"no document of the {name} data set has a token to train among its first {most}",
+            "raise max_length, or shorten the prompts",
+        )
+
+
+def check_token_ids(model: Any, tokenizer: Any, pad: int, datasets: Mapping[str, Any]) -> None:
+    """Refuse tokens that were added to the tokenizer and not to the model, in documents or as padding: their lookup
+    would end in an IndexError, or on a GPU in an assertion that names nothing."""
+    base = base_causal_lm(model)
+    rows = base.get_input_embeddings().weight.shape[0]
+    if not hasattr(tokenizer, "__len__") or len(tokenizer) <= rows:
+        return
+    remedy = (
+        "call model.resize_token_embeddings(len(tokenizer)) before get_peft_model, and there train their rows: "
+        f"modules_to_save={list(end_names(base))}"
+    )
+    highest = {name: _highest_id(dataset) for name, dataset in datasets.items()}
+    if pad >= rows:
+        highest, remedy = {"padding": pad}, "set tokenizer.pad_token = tokenizer.eos_token: padding is never trained"
+    for name, token in highest.items():
+        if token >= rows:
+            raise ConfigError(
+                f"{name} has token {token}, {tokenizer.decode([token])!r}, and the model has embeddings "
+                f"of {rows} tokens",
+                remedy,
+            )
+
+
+def _highest_id(dataset: Any) -> int:
+    """Return the highest token id of tokenised documents (-1 of what isn't read before training)."""
+    if isinstance(dataset, dict):
+        return max(map(_highest_id, dataset.values()), default=-1)
+    documents = dataset.documents if isinstance(dataset, PackedRows) else dataset
+    if not isinstance(documents, Dataset) or "input_ids" not in documents.column_names:
+        return -1
+    tables = documents.select_columns("input_ids").with_format("arrow").iter(1000)
+    return max(compute.max(compute.list_flatten(table["input_ids"])).as_py() or -1 for table in tables)
 
 
 def check_trained_dtypes(dtypes: Iterable[torch.dtype]) -> None:
@@ -268,6 +329,12 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
         name = getattr(collator, "__name__", type(collator).__name__)
         raise UnsupportedError(
             f"data_collator = {name}: the trainer packs and pads by itself", "leave data_collator out"
+        )
+    best = str(args.metric_for_best_model)
+    if best.removeprefix("eval_") in _OF_LOGITS and kwargs.get("compute_metrics") is None:
+        raise UnsupportedError(
+            f"metric_for_best_model = {best!r}, which takes logits and isn't measured here",
+            "use 'loss', or give compute_metrics and set eval_packing=False",
         )
     unserved = [
         ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
