@@ -64,7 +64,6 @@ from pronghorn.train.validate import (
     check_documents,
     check_old_arguments,
     check_row_length,
-    check_token_ids,
     check_trained_dtypes,
     check_trains,
     use_one_gpu,
@@ -164,8 +163,6 @@ class SFTTrainer(SharedLayersTrainer):
                     require_padded(handle.model)
         validate.check_tokens(self)
         stock: Any = self.data_collator
-        data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-        check_token_ids(adapted, self.processing_class, stock.pad_token_id, data)
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = _Collators(self._pack_collator, stock)
         self._watch = GradientWatch(None if self._shared is None else self._shared.trained)

@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from pyarrow import compute
 from trl import SFTConfig
 
 from pronghorn.data.formats import likely_columns
@@ -20,7 +19,6 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import check_model
-from pronghorn.models.reach import end_names
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
 
@@ -174,11 +172,12 @@ def check_ids(name: str, dataset: Any, tokenizer: Any, rows: int) -> None:
     for table in documents.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
         highest = pyarrow.compute.max(pyarrow.compute.list_flatten(table["input_ids"])).as_py()
         if highest is not None and highest >= rows:
-            token = tokenizer.convert_ids_to_tokens(highest)
+            token = tokenizer.decode([highest]).strip()
             raise DataError(
                 f"{name} holds the token {token!r} of id {highest:,}, and the model has embeddings of {rows:,} tokens",
                 "take the model's own tokenizer, as it was published; tokens that it lacks are added by "
-                "adapter.new_tokens, in a script by model.resize_token_embeddings(len(tokenizer))",
+                "adapter.new_tokens, in a script by model.resize_token_embeddings(len(tokenizer)) before get_peft_model, "
+                "and trained by its modules_to_save",
             )
 
 
@@ -239,40 +238,6 @@ def check_documents(name: str, documents: Any, most: int) -> None:
             f"no document of the {name} data set has a token to train among its first {most}",
             "raise max_length, or shorten the prompts",
         )
-
-
-def check_token_ids(model: Any, tokenizer: Any, pad: int, datasets: Mapping[str, Any]) -> None:
-    """Refuse tokens that were added to the tokenizer and not to the model, in documents or as padding: their lookup
-    would end in an IndexError, or on a GPU in an assertion that names nothing."""
-    base = base_causal_lm(model)
-    rows = base.get_input_embeddings().weight.shape[0]
-    if not hasattr(tokenizer, "__len__") or len(tokenizer) <= rows:
-        return
-    remedy = (
-        "call model.resize_token_embeddings(len(tokenizer)) before get_peft_model, and there train their rows: "
-        f"modules_to_save={list(end_names(base))}"
-    )
-    highest = {name: _highest_id(dataset) for name, dataset in datasets.items()}
-    if pad >= rows:
-        highest, remedy = {"padding": pad}, "set tokenizer.pad_token = tokenizer.eos_token: padding is never trained"
-    for name, token in highest.items():
-        if token >= rows:
-            raise ConfigError(
-                f"{name} has token {token}, {tokenizer.decode([token])!r}, and the model has embeddings "
-                f"of {rows} tokens",
-                remedy,
-            )
-
-
-def _highest_id(dataset: Any) -> int:
-    """Return the highest token id of tokenised documents (-1 of what isn't read before training)."""
-    if isinstance(dataset, dict):
-        return max(map(_highest_id, dataset.values()), default=-1)
-    documents = dataset.documents if isinstance(dataset, PackedRows) else dataset
-    if not isinstance(documents, Dataset) or "input_ids" not in documents.column_names:
-        return -1
-    tables = documents.select_columns("input_ids").with_format("arrow").iter(1000)
-    return max(compute.max(compute.list_flatten(table["input_ids"])).as_py() or -1 for table in tables)
 
 
 def check_trained_dtypes(dtypes: Iterable[torch.dtype]) -> None:
