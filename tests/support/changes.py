@@ -119,5 +119,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "subclass of a linear": each_layer(subclass_of_a_linear),
     "subclass of the MLP": each_layer(subclass_of_the_mlp),
     "something around the MLP": each_layer(lambda layer: setattr(layer, "mlp", Twice(layer.mlp))),
+    "something around a linear": each_layer(lambda layer: setattr(layer.mlp, "up_proj", Twice(layer.mlp.up_proj))),
     "something around attention": each_layer(lambda layer: setattr(layer, "self_attn", Twice(layer.self_attn))),
 }

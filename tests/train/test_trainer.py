@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import math
 import pickle
+import re
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -521,6 +523,21 @@ def test_a_learning_rate_of_zero_excuses_no_step_after_movement() -> None:
     run(1.0, 1.0)
     with pytest.raises(TrainingError, match=r"step 3: .*: bias"):
         run(1.0, 0.0)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_weight_that_was_loaded_broken_is_named(
+    stories: Path, documents: Dataset, tmp_path: Path, full: bool
+) -> None:
+    """No learning rate mends it."""
+    model, tokenizer = adapted(stories)
+    if full:
+        model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=ROW, full_finetuning=True)
+    name, weight = next((n, p) for n, p in model.named_parameters() if "layers.2.mlp.up_proj" in n)
+    weight.data.view(-1)[5] = math.nan
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, tokenizer=tokenizer)
+    with pytest.raises(TrainingError, match=f"step 1: .* the model's weight {re.escape(name)}: download or copy"):
+        trainer.train()
 
 
 def test_an_overflow_without_a_scaler_stops() -> None:

@@ -85,7 +85,7 @@ def is_4bit(base: Any) -> bool:
 
 def is_written_out(base: Any) -> bool:
     """Tell whether a linear's weight is stored in few bits and written out for each product."""
-    return is_4bit(base) or isinstance(base.weight, PackedTensor)
+    return is_4bit(base) or isinstance(getattr(base, "weight", None), PackedTensor)
 
 
 def products_dtype(x: Tensor) -> torch.dtype:

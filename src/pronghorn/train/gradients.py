@@ -58,6 +58,7 @@ class GradientWatch(TrainerCallback):
         self.shared = shared
         """Parts of layers that processes share, which are watched layer by layer."""
         self._moved = False
+        self._model: nn.Module | None = None
         self._trained: list[tuple[str, nn.Parameter]] | None = None
         self._observed: tuple[list[str], Tensor] | None = None
         self._norms: tuple[list[Tensor], dict[int, int], Tensor] | None = None
@@ -69,6 +70,7 @@ class GradientWatch(TrainerCallback):
 
     def observe(self, model: nn.Module) -> None:
         """Flag the gradients as the last backward left them: clipping would spread one NaN over all of them."""
+        self._model = model
         if self._trained is None:  # once: walking through a large model's modules takes the host milliseconds
             self._trained = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.requires_grad]
             if self.shared is not None:
@@ -171,8 +173,14 @@ class GradientWatch(TrainerCallback):
                     )
                 return  # the scaler skips this step: it says nothing about the other tensors
             bad = pending.named(nonfinite)
+            problem = f"step {pending.step}: {len(bad)} gradients are not finite, first {bad[0]}"
+            if (weight := _broken_weight(self._model, self._moved)) is not None:
+                raise TrainingError(
+                    f"{problem}, and neither is the model's weight {weight}",
+                    "download or copy the model again: no training has made it so",
+                )
             raise TrainingError(
-                f"step {pending.step}: {len(bad)} gradients are not finite, first {bad[0]}",
+                problem,
                 "the update was skipped: lower the learning rate, look at the data of this step, or use bfloat16",
             )
         self._skipped_in_a_row = 0
@@ -184,6 +192,17 @@ class GradientWatch(TrainerCallback):
                 "a part of the model doesn't train: check target_modules, frozen weights and that the data has labels",
             )
         self._moved = self._moved or pending.moves
+
+
+def _broken_weight(model: nn.Module | None, moved: bool) -> str | None:
+    """Return the name of a weight that was loaded with NaN or infinity, of those in 16 or 32 bits that are whole here;
+    None where there is none. Trained ones that have moved may owe it to the training."""
+    for name, weight in () if model is None else model.named_parameters():
+        plain = type(weight.data) is Tensor and not weight.is_meta and weight.is_floating_point()
+        loaded = not (moved and weight.requires_grad)
+        if plain and loaded and weight.element_size() > 1 and not weight.isfinite().all():
+            return name
+    return None
 
 
 def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:
