@@ -176,8 +176,8 @@ def check_ids(name: str, dataset: Any, tokenizer: Any, rows: int) -> None:
             raise DataError(
                 f"{name} holds the token {token!r} of id {highest:,}, and the model has embeddings of {rows:,} tokens",
                 "take the model's own tokenizer, as it was published; tokens that it lacks are added by "
-                "adapter.new_tokens; in scripts by model.resize_token_embeddings(len(tokenizer)) before get_peft_model, "
-                "whose modules_to_save trains them",
+                "adapter.new_tokens; in scripts by model.resize_token_embeddings(len(tokenizer)) before "
+                "get_peft_model, whose modules_to_save trains them",
             )
 
 
