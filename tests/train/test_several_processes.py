@@ -106,6 +106,14 @@ def test_whole_weights_train_the_same(recipe: Make) -> None:
     assert [loss for loss, *_ in steps(runs[1])] == pytest.approx([loss for loss, *_ in steps(runs[0])], rel=2e-5)
 
 
+def test_all_processes_load_the_best_checkpoint(recipe: Make) -> None:
+    """Steps that are much too large make the loss higher and higher: each process must know where the first one is."""
+    file, _ = recipe("best", max_steps=3, eval_steps=1, learning_rate=1.0, warmup_steps=0)
+    done = train(2, file)
+    assert done.returncode == 0, done.stderr
+    assert "The lowest held-out loss was at step 1: those weights are kept" in done.stdout
+
+
 FULL = {"max_steps": 6, "learning_rate": 1e-3, "save_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.5}
 
 

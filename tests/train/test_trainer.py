@@ -811,13 +811,13 @@ def test_the_best_checkpoint_stays_known(
 
 def test_the_best_checkpoint_is_named_where_it_is(tmp_path: Path) -> None:
     """In a run's folder that was moved; what is nowhere isn't named."""
-    state = SimpleNamespace(best_global_step=2, save_to_json=lambda path: None)
+    state = SimpleNamespace(best_global_step=2)
     trainer: Any = SimpleNamespace(state=state)
     for expected in (tmp_path / "checkpoint-2", None):
         if expected is not None:
             expected.mkdir()
         state.best_model_checkpoint = str(tmp_path / "before" / "checkpoint-2")
-        SFTTrainer._name_best(trainer, tmp_path, tmp_path / "aside" / "checkpoint-4")
+        SFTTrainer._name_best(trainer, tmp_path, "checkpoint-4")
         assert state.best_model_checkpoint == (expected and str(expected))
         if expected is not None:
             expected.rmdir()

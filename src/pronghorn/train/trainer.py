@@ -374,8 +374,9 @@ class SFTTrainer(SharedLayersTrainer):
             finally:
                 self._aside = None
             self.accelerator.wait_for_everyone()
+            self._name_best(output, name)  # in each process: all of them load it at the end
             if self.args.should_save:
-                self._name_best(output, folder / name)
+                self.state.save_to_json(str(folder / name / "trainer_state.json"))
                 for path in (folder / name).iterdir():  # stock makes a folder of that name in the one it is given
                     path.rename(folder / path.name)
                 (folder / name).rmdir()
@@ -385,12 +386,11 @@ class SFTTrainer(SharedLayersTrainer):
             checkpoint.keep_newest(output, self.args.save_total_limit, Path(best) if best else None)
         self.accelerator.wait_for_everyone()
 
-    def _name_best(self, output: Path, folder: Path) -> None:
-        """Let the state in `folder` name the best checkpoint by its final place, not the one aside. Where the best step
-        was not saved, or elsewhere, it stays the one before, as long as that is there."""
+    def _name_best(self, output: Path, saved: str) -> None:
+        """Let the state name the best checkpoint by its final place, not the one aside. Where the best step was not
+        saved, or elsewhere, it stays the one before, as long as that is there."""
         best, before = output / f"checkpoint-{self.state.best_global_step}", self.state.best_model_checkpoint
-        if best.is_dir() or best.name == folder.name:
+        if best.is_dir() or best.name == saved:
             self.state.best_model_checkpoint = str(best)
         elif before is not None and not Path(before).is_dir():
             self.state.best_model_checkpoint = None
-        self.state.save_to_json(str(folder / "trainer_state.json"))
