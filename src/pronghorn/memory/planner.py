@@ -33,7 +33,7 @@ GRAPH_MS = 3.0
 
 
 SPARE = 128
-"""One part in so many of a device's memory is left free: a 70B model over 4 bits whose plan filled 99.9 % of an H200
+"""One part in so many of a device's memory is left free: a 70B model over 4 bits whose plan fills 99.9 % of an H200
 ran out of memory, and what keeps less after that is slower than what fits at once."""
 
 

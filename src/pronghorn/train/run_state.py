@@ -94,7 +94,7 @@ def open_run_state(output: Path, recipe: Recipe, allow: bool) -> RunState:
             "put them back, choose another train.output, or give --allow to go on with the changed recipe",
         )
     if changes:
-        _refuse_another_s_states(changes, state.recipe["train"], recipe, output)
+        _refuse_unfit_states(changes, state.recipe["train"], recipe, output)
         state.trained = state.stopped = None  # there may be more to train now
     if changes or state.recipe.get("report") != recipe.to_dict()["report"]:
         state.baseline_done = False  # the loaded model, before a checkpoint's weights, answers the prompts of now
@@ -108,7 +108,7 @@ STEPPING = ("reduce_lr_on_plateau", "greedy")
 """Schedules that change the learning rate that they find: it goes on from the checkpoint's."""
 
 
-def _refuse_another_s_states(
+def _refuse_unfit_states(
     changes: list[tuple[str, Any, Any]], before: dict[str, Any], recipe: Recipe, output: Path
 ) -> None:
     """Refuse changes with which the states in a checkpoint, if there is one, can't be gone on with (ConfigError)."""

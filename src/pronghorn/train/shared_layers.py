@@ -13,7 +13,6 @@ import torch
 import trl
 from safetensors import safe_open
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from pronghorn.device import processes
 from pronghorn.errors import DataError, UnsupportedError
@@ -35,7 +34,6 @@ class SharedLayersTrainer(trl.SFTTrainer):
     """TRL's trainer, which also trains layers that processes share."""
 
     _pieces: list[Piece]
-    recipe: str | None
 
     @property
     def _shared(self) -> ShardedLayers | None:
@@ -120,19 +118,6 @@ class SharedLayersTrainer(trl.SFTTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load their states. A recipe's learning rate and weight decay are those of now, which `--allow` may have
-        changed; stock goes on with the checkpoint's."""
-        groups = _bare(self.optimizer).param_groups
-        asked = [{key: group[key] for key in ("initial_lr", "weight_decay") if key in group} for group in groups]
-        self._load_states(checkpoint)
-        if checkpoint is None or self.recipe is None:
-            return
-        for group, own in zip(_bare(self.optimizer).param_groups, asked, strict=True):
-            group.update(own)
-        if isinstance(self.lr_scheduler, LambdaLR):
-            _set_rates(self.lr_scheduler)
-
-    def _load_states(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return None
         files = sorted(Path(checkpoint).glob(_FILE.format("*", "*")))
@@ -187,21 +172,6 @@ def load_whole(model: Any, folder: Path) -> None:
             return load_state(model, lambda name: of[name].get_tensor(name), of)
     state = find_model(folder, max_seq_length=1).model(torch.float32, torch.device("cpu")).state_dict()
     load_state(model, state.__getitem__, state)
-
-
-def _set_rates(schedule: LambdaLR) -> None:
-    """Set the learning rates that a schedule has at its step, of its groups' own highest ones."""
-    groups = schedule.optimizer.param_groups
-    schedule.base_lrs = [group["initial_lr"] for group in groups]
-    rates = [
-        highest * of(schedule.last_epoch) for highest, of in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    ]
-    schedule._last_lr = list(map(float, rates))
-    for group, rate in zip(groups, schedule._last_lr, strict=True):
-        if isinstance(group["lr"], Tensor):  # of torchao's optimisers, which keep it
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
 
 
 def _bare(optimizer: Any) -> Any:

@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,18 +57,8 @@ from pronghorn.train.ranks import (
     folder_of_all,
     leave_packed_to_each_process,
 )
+from pronghorn.train.rates import kept_rates
 from pronghorn.train.shared_layers import SharedLayersTrainer
-from pronghorn.train.validate import (
-    check_adapters,
-    check_arguments,
-    check_dataset,
-    check_documents,
-    check_old_arguments,
-    check_row_length,
-    check_trained_dtypes,
-    check_trains,
-    use_one_gpu,
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class SFTTrainer(SharedLayersTrainer):
     """
 
     def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
-        check_old_arguments(model, kwargs)
+        validate.check_old_arguments(model, kwargs)
         if args is None:
             args = trl.SFTConfig(output_dir="pronghorn-sft", packing=True, bf16=is_bf16_supported())
             if getattr(model, "max_seq_length", None) is not None:
@@ -108,22 +99,22 @@ class SFTTrainer(SharedLayersTrainer):
             raise ConfigError(problem, "pass tokenizer=tokenizer")
         asked = args.packing, args.eval_packing
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
-        check_arguments(args, kwargs, self._packs_train, self._packs_eval)
-        one_gpu = use_one_gpu(args)
+        validate.check_arguments(args, kwargs, self._packs_train, self._packs_eval)
+        one_gpu = validate.use_one_gpu(args)
         check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
-            check_dataset(name, kwargs.get(name), packs, args, kwargs)
+            validate.check_dataset(name, kwargs.get(name), packs, args, kwargs)
         if args.packing or args.eval_packing:
-            args.max_length = check_row_length(args.max_length, getattr(model, "max_seq_length", None))
+            args.max_length = validate.check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
         if attached_on_its_device(model, args).plan is not None:
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
-        check_adapters(model, kwargs.get("peft_config"), self._packs_train or self._packs_eval)
+        validate.check_adapters(model, kwargs.get("peft_config"), self._packs_train or self._packs_eval)
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
-            check_trained_dtypes(data.dtype for data in trained.values())
+            validate.check_trained_dtypes(data.dtype for data in trained.values())
         self._train_is_prepared = False
         args.packing = args.eval_packing = False  # TRL must not pack, nor warn of attention it doesn't know
         try:
@@ -196,7 +187,7 @@ class SFTTrainer(SharedLayersTrainer):
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
             return PackedRows(dataset, args.max_length, seed=data_seed(args))
         documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
-        check_documents(dataset_name, documents, args.max_length)
+        validate.check_documents(dataset_name, documents, args.max_length)
         return PackedRows(documents, args.max_length, seed=data_seed(args)) if packing else documents
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -306,7 +297,7 @@ class SFTTrainer(SharedLayersTrainer):
                     f"no checkpoint in {self.args.output_dir}", "call train() to start from the beginning"
                 )
             resume_from_checkpoint = str(found[-1]) if found else None
-        check_trains(self.model)
+        validate.check_trains(self.model)
         if resume_from_checkpoint is not None:
             self._check(Path(resume_from_checkpoint))
         gathers = sharded(base_causal_lm(self.model)) is not None
@@ -346,7 +337,9 @@ class SFTTrainer(SharedLayersTrainer):
                 rows = self.eval_dataset[rows]
             raw = hasattr(rows, "column_names") and not isinstance(rows, (PackedRows, dict))  # a DatasetDict has them
             if self._packs_eval and raw:  # given to this call
-                check_dataset("eval_dataset", rows, True, self.args, {"processing_class": self.processing_class})
+                validate.check_dataset(
+                    "eval_dataset", rows, True, self.args, {"processing_class": self.processing_class}
+                )
                 formatting = getattr(self, "_formatting_func", None)
                 rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
             if not isinstance(rows, PackedRows):
@@ -363,6 +356,12 @@ class SFTTrainer(SharedLayersTrainer):
     def _get_output_dir(self, trial: Any) -> str:
         """Return where checkpoints go: aside while one is being written."""
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load their states. A recipe's learning rate and weight decay are those of now, which `--allow` may have
+        changed; stock goes on with the checkpoint's."""
+        with kept_rates(self.optimizer, self.lr_scheduler) if checkpoint and self.recipe else nullcontext():
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as stock does, but whole or not at all: earlier checkpoints stay until the new one is complete."""

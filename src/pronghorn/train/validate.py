@@ -166,8 +166,9 @@ def check_ids(name: str, dataset: Any, tokenizer: Any, rows: int) -> None:
     """Refuse documents with ids from `rows` on, of which there are no embeddings. Only where the tokenizer has such are
     they looked through."""
     documents = getattr(dataset, "documents", dataset)
-    known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    if max(known.values(), default=0) < rows or not isinstance(documents, Dataset):
+    if not isinstance(documents, Dataset) or not hasattr(tokenizer, "get_vocab"):
+        return
+    if max(tokenizer.get_vocab().values(), default=0) < rows:
         return
     for table in documents.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
         highest = pyarrow.compute.max(pyarrow.compute.list_flatten(table["input_ids"])).as_py()
