@@ -349,7 +349,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--against", action="store_true", help="accelerate's FSDP2 beside, for --method full")
     parser.add_argument(
-        "--copy-trained", action="store_true", help="sharded, full: by copy engines (`share_layers`) instead of NCCL"
+        "--copy-trained",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="sharded, full: by copy engines, or by NCCL (`share_layers`)",
     )
     parser.add_argument("--processes", type=int, default=0, help="GPUs; 0: all there are, two on the CPU")
     parser.add_argument("--tokens", type=int, default=8192, help="of a packed row, one a step and process")

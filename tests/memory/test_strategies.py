@@ -10,7 +10,7 @@ import pytest
 from pronghorn.diagnose.shapes import shape_of
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import GIB, NF4_BYTES, MemoryModel, ModelDims, TrainSetup, resting_bytes
-from pronghorn.memory.plan import Policy
+from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.memory.strategies import Choice, Strategy, choose
 from pronghorn.models.auto_plan import dims_of, skeleton
@@ -107,7 +107,14 @@ def test_of_trained_layers_all_that_lasts_is_shared(dims: ModelDims) -> None:
     assert parts["gradients"] == held + 2 * layer + layer // 4
     once = resting_bytes(dims, replace(full, processes=4, accumulates=False))
     assert parts["gradients"] - once["gradients"] == 4 * dims.outside, "what lies outside comes with the backward"
+    copied = resting_bytes(dims, replace(full, processes=4, copy_trained=True))
+    assert copied["gathered"] - parts["gathered"] == 2 * 32 * dims.layers[0].linear_weights // 4
+    assert copied["gradients"] - parts["gradients"] == layer // 4
     choice = choose(dims, TrainSetup(8192, "full"), H200, 2)
+    assert choice.chosen.work.copy_trained and choice.chosen.step_ms == pytest.approx(735, rel=0.02)
+    budget = choice.chosen.process_bytes - GIB
+    tight = choose(dims, TrainSetup(8192, "full"), H200, 2, budget_bytes=budget, asked=Plan.keep()).chosen
+    assert not tight.work.copy_trained and tight.step_ms > choice.chosen.step_ms
     assert choice.strategy is Strategy.SHARDED and choice.why.startswith("copies don't fit")
     assert choice.chosen.communication_ms < 75, "with gathers in float32 it was 90: 806 ms where one GPU took 716"
     slow = choose(dims, TrainSetup(8192, "full"), replace(H200, link=1e10), 2).chosen

@@ -72,7 +72,7 @@ def worker(model: Path, rank: int, folder: Path) -> None:
         for sizes in ((2**40, CONTEXT_BYTES), (CONTEXT_BYTES, 2**40), (2**40, 2**39)):
             patch.setattr(auto_plan, "cuda_device_spec", lambda _, own=sizes[rank]: device_spec("NVIDIA H200", own))
             patch.setattr(group, "default_device", lambda: CUDA)
-            found.append(strategy(plain, find(plain), WORLD, CUDA))
+            found.append(strategy(plain, find(plain), WORLD, CUDA).strategy)
     torch.save(found, folder / f"{rank}.pt")
 
 

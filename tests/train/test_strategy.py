@@ -37,22 +37,37 @@ def recipe(stories: Path, tmp_path: Path, **launch: Any) -> Recipe:
 
 def test_what_is_asked_for_is_done_and_one_process_holds_all(stories: Path, tmp_path: Path) -> None:
     sharded = recipe(stories, tmp_path, strategy="sharded")
-    assert strategy(sharded, find(sharded), 2, CPU) is Strategy.SHARDED
-    assert strategy(sharded, find(sharded), 1, CPU) is Strategy.COPIES
+    assert strategy(sharded, find(sharded), 2, CPU).strategy is Strategy.SHARDED
+    assert strategy(sharded, find(sharded), 1, CPU).strategy is Strategy.COPIES
     plain = recipe(stories, tmp_path)
-    assert strategy(plain, find(plain), 2, CPU) is Strategy.COPIES
+    assert strategy(plain, find(plain), 2, CPU).strategy is Strategy.COPIES
 
 
 def test_auto_is_what_the_plan_says(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = recipe(stories, tmp_path)
-    assert planned(plain, find(plain), 2, device_spec("24GiB")) is Strategy.COPIES
+    assert planned(plain, find(plain), 2, device_spec("24GiB")).strategy is Strategy.COPIES
     with pytest.raises(PlanDoesNotFit, match="on 2 GPUs"):
         planned(plain, find(plain), 2, device_spec("NVIDIA H200", CONTEXT_BYTES))
     monkeypatch.setattr(module, "smallest_device", lambda device: device_spec("NVIDIA H200", CONTEXT_BYTES))
     cuda = torch.device("cuda")
-    assert strategy(plain, find(plain), 2, cuda) is Strategy.SHARDED, "what doesn't fit is told by the loaded model"
+    assert strategy(plain, find(plain), 2, cuda).strategy is Strategy.SHARDED, (
+        "what doesn't fit is told by the loaded model"
+    )
     monkeypatch.setattr(module, "smallest_device", lambda device: device_spec("h200"))
-    assert strategy(plain, find(plain), 2, cuda) is Strategy.COPIES
+    assert strategy(plain, find(plain), 2, cuda).strategy is Strategy.COPIES
+
+
+def test_trained_layers_are_copied_where_there_is_room(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = recipe(stories, tmp_path, strategy="sharded")
+    full = lora.model_copy(update={"adapter": lora.adapter.model_copy(update={"method": "full"})})
+    cuda, size = torch.device("cuda"), 2**40
+    monkeypatch.setattr(module, "smallest_device", lambda device: device_spec("NVIDIA H200", size))
+    assert strategy(full, find(full), 2, cuda) == (Strategy.SHARDED, True)
+    assert strategy(lora, find(lora), 2, cuda) == (Strategy.SHARDED, False), "nothing of theirs is trained"
+    size = CONTEXT_BYTES
+    assert strategy(full, find(full), 2, cuda) == (Strategy.SHARDED, False), "the loaded model says what would fit"
 
 
 @pytest.mark.parametrize(

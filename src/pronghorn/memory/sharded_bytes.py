@@ -3,7 +3,8 @@
 A part of each layer rests with it, and two layers are whole in buffers: the one that computes and the next. What lies
 outside the layers is whole in every process, adapters too. Of layers that are trained masters, gradients and the
 optimiser's states are parts; one layer's gradients are whole, and in a buffer, while they are summed, besides those
-that the next one's backward makes.
+that the next one's backward makes. Where GPUs copy them out of each other's memory, parts of products rest in 16 bits
+as well, and one more part of a layer's gradients is there while it is added.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 
 from pronghorn.families.layer_spec import LayerSpec
 from pronghorn.memory.sharded import BUFFERS
-from pronghorn.memory.sharded_unit import MASTER_BYTES
+from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW
 from pronghorn.memory.workload import NF4_BYTES, ModelDims, TrainSetup
 
 
@@ -57,7 +58,12 @@ def shared(resting: Mapping[str, int], dims: ModelDims, setup: TrainSetup) -> di
     gathered = BUFFERS * max(gathered_bytes(layer, setup) for layer in dims.kinds)
     found = {**resting, "weights": outside + parts, "gathered": gathered}
     if holds_parts_of_gradients(setup):
-        one = 2 * max(layers) + -(-max(layers) // setup.processes)
+        part = -(-max(layers) // setup.processes)
+        one = 2 * max(layers) + part
+        if setup.copy_trained:
+            products = sum(layer.linear_weights for layer in dims.layers)
+            found["gathered"] += -(-products * NARROW.itemsize // setup.processes)
+            one += part
         found["gradients"] = (outside if setup.accumulates else 0) + parts + one
         found["optimizer"] = resting["optimizer"] * (outside + parts) // resting["weights"]
     return found

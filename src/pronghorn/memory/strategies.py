@@ -16,11 +16,13 @@ With g_l a layer's gather, f_l and b_l its forward and backward with what is rec
                       the average of what else lies outside the layers after it
 
 s is what compute loses to a collective beside it, which takes multiprocessors and memory's bandwidth; c what it loses
-to frozen parts that copy engines bring.
+to what copy engines bring: frozen parts, and trained ones where there is room for their copies (c for s, then, but for
+the head's average). Of both ways to share trained layers the faster one that fits is taken.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -40,7 +42,8 @@ AT_ONCE_BYTES = 2**30
 SLOWED, COPIED = 0.7, 0.35
 """s and c above, of what travels at 75 % of the link. By 8B on two GPUs: gathered by NCCL, shared layers took 29 ms
 more than copies in a step of LoRA (H200) and 90 ms more than one GPU in full fine-tuning, of float32; brought by copy
-engines, 14 ms more in a step of LoRA (H100)."""
+engines, 14 ms more in a step of LoRA (H100). A step of full fine-tuning took 765 ms by NCCL and 746 by copy engines
+(H200)."""
 HOST_SHARE = 0.9
 """Of the machine's memory that inputs in host memory may take."""
 
@@ -135,7 +138,13 @@ def choose(
     room = None if host_memory_bytes is None else int(HOST_SHARE * host_memory_bytes)
 
     def candidate(strategy: Strategy) -> Candidate:
-        work = _work(dims, setup, strategy, gpus)
+        works = [_work(dims, setup, strategy, gpus)]
+        if strategy is Strategy.SHARDED and setup.method == "full":
+            works.append(replace(works[0], copy_trained=True))
+        made = [with_work(strategy, work) for work in works]
+        return min(made, key=lambda each: each.step_ms if each.plan else math.inf)
+
+    def with_work(strategy: Strategy, work: TrainSetup) -> Candidate:
         if strategy is Strategy.SHARDED and (reason := unshared_reason(work)):
             return Candidate(strategy, work, None, 0, 0, 0.0, 0.0, reason)
         undecided, why = asked is None or asked.undecided, ""
@@ -218,7 +227,7 @@ def communication_ms(
         downwards = [g + r for g, r in zip(downwards, [0.0, 0.0, *sums[:1:-1]], strict=True)]
         head = 0 if dims.tied else dims.vocab * dims.hidden
         trained, after = 4 * (dims.outside - head), sums[0] + SLOWED * 2 * part * 4 * head
-    slowed = SLOWED if full else COPIED
+    slowed = SLOWED if full and not work.copy_trained else COPIED
     exposed = gather[0] + _pipelined(forward, gather, slowed) + _pipelined(backward[::-1], downwards, slowed) + after
     return micro_batches * exposed + 2 * part * trained
 

@@ -87,6 +87,8 @@ class TrainSetup:
     """Under DDP, whose buckets hold all gradients once more."""
     processes: int = 1
     """How many share the weights of each layer (`memory.sharded`)."""
+    copy_trained: bool = False
+    """Trained layers that they share are copied out of the other GPUs' memory (`memory.sharded_copies`)."""
     unshared: str = ""
     """Why they can't, if something else than the model forbids it: an optimiser that needs whole weights."""
     accumulates: bool = True

@@ -199,6 +199,7 @@ def setup_of(
         optimizer_bytes=states,
         paged_bytes=paged,
         processes=1 if shared is None else shared.processes,
+        copy_trained=parts and shared is not None and bool(shared.mapped_bytes),
     )
 
 

@@ -21,9 +21,7 @@ from pronghorn.precision.compute import Compute
 from pronghorn.precision.fp8 import as_codes
 
 
-def share_layers(
-    model: Any, device: torch.device, compute: Compute = Compute.DTYPE, copy_trained: bool = False
-) -> None:
+def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DTYPE, copy_trained: bool = True) -> None:
     """Leave a part of each decoder layer's weights in this process, on `device`, and move all else there.
 
     Before `attach`. Every process calls it with the same model. Of a model with adapters frozen weights are shared, of
@@ -34,7 +32,8 @@ def share_layers(
         model: a causal LM, on the CPU or on `device`. A 4-bit one must be on `device`.
         compute: in what frozen weights will multiply: of those in 8 bits only what these products read is kept.
         copy_trained: copy weights that are trained, and their gradients, out of the other GPUs' memory, as frozen ones
-            are. NCCL gathers and sums otherwise: on GPUs this has not run to its end yet, and plans don't count it.
+            are, where that can be; it takes 2 bytes a weight more, of which each process has its part. NCCL gathers and
+            sums otherwise.
     """
     _refuse_codes_beside_weights(compute)
     base = base_causal_lm(model)

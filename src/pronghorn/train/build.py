@@ -71,7 +71,8 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
         )
     # full fine-tuning keeps float32 masters and computes in `dtype`
-    shared = strategy(recipe, found, processes(), device) is Strategy.SHARDED
+    held = strategy(recipe, found, processes(), device)
+    shared = held.strategy is Strategy.SHARDED
     compute = Compute.of(recipe.precision.compute)
     share = SharedLoading(device, trained=full, compute=compute) if shared and _unread(recipe, found) else None
     # a device holds its part of the layers, never all of them
@@ -108,7 +109,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         console.print(
             f"Each of {processes()} processes holds a part of every layer's weights (launch.strategy: sharded)"
         )
-        share_layers(model, device, compute)
+        share_layers(model, device, compute, held.copy_trained)
     return model, attach(model, asked_plan(recipe), **attach_options(recipe))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from pronghorn.config import Recipe
@@ -9,7 +11,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.memory.devices import DeviceSpec, parse_bytes
 from pronghorn.memory.estimate import NF4_BYTES
 from pronghorn.memory.planner import PlanDoesNotFit
-from pronghorn.memory.strategies import Strategy, choose
+from pronghorn.memory.strategies import Candidate, Strategy, choose
 from pronghorn.models.auto_plan import dims_of, skeleton, smallest_device
 from pronghorn.models.families import has_experts
 from pronghorn.models.load import FoundModel
@@ -22,7 +24,15 @@ FULL_SHARE = 8
 """Masters, gradients and AdamW's states of full fine-tuning against weights in 16 bits."""
 
 
-def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Strategy:
+class Held(NamedTuple):
+    """What each process holds."""
+
+    strategy: Strategy
+    copy_trained: bool = False
+    """Whether trained layers that are shared are copied out of the other GPUs' memory, where that can be."""
+
+
+def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Held:
     """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses.
 
     One process holds all of it, and so does each where 8-bit products or an optimiser need whole weights. The plan is
@@ -33,37 +43,38 @@ def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.de
     whole_codes = quantised or (found.config is not None and has_experts(found.config))
     able = not unshared_reason(recipe) and not (recipe.precision.compute != "dtype" and whole_codes)
     if processes == 1 or asked == "copies":
-        return Strategy.COPIES
-    if asked == "sharded":
-        return Strategy.SHARDED
-    if not able or device.type != "cuda":
-        return Strategy.COPIES
+        return Held(Strategy.COPIES)
+    full = recipe.adapter.method == "full"
+    if device.type != "cuda" or not able or (asked == "sharded" and not full):
+        return Held(Strategy.SHARDED if asked == "sharded" else Strategy.COPIES)
     smallest = smallest_device(device)
     try:
-        return planned(recipe, found, processes, smallest)
+        chosen = planned(recipe, found, processes, smallest)
+        return Held(chosen.strategy, chosen.work.copy_trained)
     except PlanDoesNotFit:
-        return Strategy.SHARDED  # the plan of the loaded model says what would fit
+        return Held(Strategy.SHARDED)  # the plan of the loaded model says what would fit
     except UnsupportedError:  # no plan is made of it
         pass
-    states = FULL_SHARE if recipe.adapter.method == "full" else 1
-    full = states * weight_bytes(recipe, found) > ROOM * smallest.memory_bytes
-    return Strategy.SHARDED if full else Strategy.COPIES
+    size = (FULL_SHARE if full else 1) * weight_bytes(recipe, found)
+    shared = asked == "sharded" or size > ROOM * smallest.memory_bytes
+    return Held(Strategy.SHARDED if shared else Strategy.COPIES)
 
 
-def planned(recipe: Recipe, found: FoundModel, processes: int, device: DeviceSpec) -> Strategy:
-    """Return the strategy that fits a device, by the plan of the model without weights.
+def planned(recipe: Recipe, found: FoundModel, processes: int, device: DeviceSpec) -> Candidate:
+    """Return what fits a device, by the plan of the model without weights: the strategy that is asked for, if one is.
 
     Raises:
         PlanDoesNotFit: none does; UnsupportedError: no plan is made of such a model.
     """
     from pronghorn.train.build import autocast_dtype, of_one_process
 
+    wanted = None if recipe.launch.strategy == "auto" else Strategy(recipe.launch.strategy)
     recipe = of_one_process(recipe, processes)
     handle = weightless(recipe, found)
     budget = None if recipe.memory.budget is None else parse_bytes(recipe.memory.budget, "memory.budget")
     setup = work_of(recipe, handle, autocast_dtype(recipe))
     dims, asked = dims_of(handle.model), handle.plan
-    return choose(dims, setup, device, processes, budget_bytes=budget, asked=asked).strategy
+    return choose(dims, setup, device, processes, budget_bytes=budget, asked=asked, strategy=wanted).chosen
 
 
 def weight_bytes(recipe: Recipe, found: FoundModel) -> float:
