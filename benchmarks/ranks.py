@@ -43,8 +43,10 @@ from typing import Any
 
 from benchmarks.program import parser_of, run, show
 from benchmarks.record import Facts
+from pronghorn.precision.compute import Compute
 
 STRATEGIES = ("copies", "sharded")
+TOLD = ("model", "method", "compute", "processes", "tokens", "lengths", "logging", "copy_trained")
 ACCELERATE = ("accelerate", "accelerate-recomputed")
 ALONE, AHEAD, MIXED, ONE, EXACT = "alone", "copies-ahead", "mixed", "one", "exact"
 WARM = 0.4
@@ -157,10 +159,12 @@ def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) 
     if processes > 1:
         PartialState(cpu=not cuda)
     if given.phase.startswith("sharded"):
-        share_layers(model, model.device, copy_trained=given.copy_trained)
+        share_layers(model, model.device, Compute.of(given.compute), given.copy_trained)
         if cuda:
             torch.cuda.empty_cache()
-    attach(model, Plan.asked("auto") if cuda else Plan.keep(), **({} if cuda else {"layers": "fused"}))
+    compute = "dtype" if given.phase == EXACT else given.compute
+    plan = Plan.asked("auto") if cuda else Plan.keep()
+    attach(model, plan, compute=compute, **({} if cuda else {"layers": "fused"}))
     documents = []
     for seed in range(math.ceil(given.steps * given.processes / ROWS)):  # no epoch ends while the clock runs
         lengths = ("one", "lognormal")[seed % 2] if given.lengths == MIXED else given.lengths
@@ -206,10 +210,7 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
     together, one = name.startswith((*STRATEGIES, *ACCELERATE)), name in (ONE, EXACT)
     count = 1 if one else given.processes
     told = {
-        **{
-            key: getattr(given, key)
-            for key in ("model", "method", "tokens", "lengths", "processes", "logging", "ahead", "copy_trained")
-        },
+        **{key: getattr(given, key) for key in (*TOLD, "ahead")},
         **{"phase": name, "folder": str(folder), "judged": judged, "steps": 1 if judged else given.steps},
         "accumulation": given.processes if one else 1,
     }
@@ -345,6 +346,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="tiny", help="a known shape")
     parser.add_argument("--method", default="lora", choices=("lora", "qlora", "lora+experts", "full"))
+    parser.add_argument("--compute", default="dtype", choices=tuple(Compute), help="of frozen weights' products")
     parser.add_argument("--gate-model", metavar="NAME@N", help="what the gate compares where one GPU has no room")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--against", action="store_true", help="accelerate's FSDP2 beside, for --method full")
@@ -381,10 +383,7 @@ def main(given: argparse.Namespace) -> bool:
 
     given.processes = given.processes or max(torch.cuda.device_count(), 0) or 2
     with Facts(given, "trl") as facts:
-        facts |= {
-            key: getattr(given, key)
-            for key in ("model", "method", "processes", "tokens", "lengths", "steps", "logging", "copy_trained")
-        }
+        facts |= {key: getattr(given, key) for key in (*TOLD, "steps")}
         facts["lengths"] = Path(given.lengths).name
         measure(given, facts)
         alone = rate(facts["phases"].get(ALONE, {}))

@@ -87,18 +87,6 @@ _RULES = (
         "leave precision.compute out, or set precision.dtype: bfloat16",
     ),
     _Rule(
-        lambda r: r.launch.strategy == "sharded" and r.precision.compute == "fp8",
-        "launch.strategy: sharded with precision.compute: fp8: its forward reads 16 bits, and codes beside these "
-        "aren't shared",
-        "use precision.compute: fp8_both, whose codes are all that is kept, or use launch.strategy: copies",
-    ),
-    _Rule(
-        lambda r: r.launch.strategy == "sharded" and _fp8(r) and r.model.load_in_4bit,
-        "launch.strategy: sharded with precision.compute: {precision.compute} and model.load_in_4bit: what is written "
-        "out of 4 bits into 8 isn't shared",
-        "use launch.strategy: copies, or leave precision.compute out",
-    ),
-    _Rule(
         lambda r: (
             r.launch.strategy == "sharded"
             and _full(r)

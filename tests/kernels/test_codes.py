@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels import glu, rms_norm
+from pronghorn.kernels import glu, quantise, rms_norm
 from pronghorn.kernels.quantise import RowCodes, quantise_rows
 from support.interpreted import check_interpreted
 from support.marks import needs_triton
 
-NAMES = ("norm", "norm backward", "glu", "glu backward", "order")
+NAMES = ("norm", "norm backward", "glu", "glu backward", "across", "order")
 
 
 @pytest.mark.gpu
@@ -63,6 +63,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any], int]]:
             )
             for block in (2048, 4096, 8192)
         },
+        "across": (quantise._codes_across, {"ROWS": 64, "COLS": 64}, 4),
         "glu": (glu._forward_codes, gated, glu.CODES_WARPS),
         "glu backward": (glu._backward_codes, gated, glu.CODES_WARPS),
     }
@@ -75,8 +76,14 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, capability: int
     from triton.compiler import ASTSource
 
     rows = ("x_ptr", "w_ptr", "y_ptr", "dy_ptr", "dx_ptr", "more_ptr", "gu_ptr", "a_ptr", "da_ptr", "dgu_ptr")
-    known = {**dict.fromkeys((*rows, "columns_ptr"), "*bf16"), "codes_ptr": "*fp8e4nv", "eps": "fp32", "offset": "fp32"}
-    known |= {**dict.fromkeys(("r_ptr", "dw_ptr", "scales_ptr"), "*fp32"), **types}
+    known = {
+        **dict.fromkeys((*rows, "columns_ptr"), "*bf16"),
+        "codes_ptr": "*fp8e4nv",
+        "out_ptr": "*fp8e4nv",
+        "eps": "fp32",
+        "offset": "fp32",
+    }
+    known |= {**dict.fromkeys(("r_ptr", "dw_ptr", "scales_ptr", "inverse_ptr"), "*fp32"), **types}
     signature = {each: "constexpr" if each in constants else known.get(each, "i32") for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     aligned = [i for i, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]

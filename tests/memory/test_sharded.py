@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pronghorn.errors import PronghornError
+from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.memory.plan import Plan
 from pronghorn.memory.sharded import BUFFERS, sharded
 from pronghorn.models.attach import attach
@@ -29,27 +30,37 @@ CASES = [
     ("qwen2", "fused", "keep"),  # with biases
     ("qwen2 nf4", "fused", "recompute"),
     *(("qwen2 fp8_both", "fused", plan) for plan in PLANS),  # codes of 8-bit products, turned for each backward
+    *(("qwen2 fp8", "fused", plan) for plan in PLANS),  # codes written out of 16 bits for each backward
+    ("qwen2 nf4 fp8", "fused", "recompute"),
+    ("qwen2 nf4 fp8_both", "fused", "keep"),
+    ("llama blocks fp8", "fused", "recompute"),  # a checkpoint's codes, of blocks
     ("qwen3_5_text", "fused", "recompute"),
     ("gemma4_text", "fused", "keep"),  # later layers read earlier ones' keys and values
     ("qwen3_moe", "fused", "offload"),
     ("gpt_oss", "stock", "keep"),
 ]
-QUICK = [CASES[index] for index in (0, 4, 7, 10, 11, 12, 13)]
+QUICK = [CASES[index] for index in (0, 4, 7, 10, 12, 14, 15, 16, 17, 18, 19)]
 """Each plan, stock and fused, weights in 4 and codes in 8 bits, each kind of layer."""
 
-MOVED = ["llama", "qwen2 nf4", "qwen3_moe nf4"]
-"""Constants of blocks, and the parts of experts in few bits, are referred to by what is no parameter."""
+MOVED = ["llama", "qwen2 nf4", "qwen3_moe nf4", "llama blocks fp8"]
+"""Constants of blocks, the parts of experts in few bits and scales of rows are referred to by what is no parameter."""
 
 
 def adapted(name: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    family, _, quantised = name.partition(" ")
-    model = tiny_model(family, **({"intermediate_size": 96} if quantised.startswith("fp8") else {}))
-    if quantised == "nf4":
-        in_4_bits(model)
-    elif quantised:
+    family, *stored = name.split()
+    model = tiny_model(family, **({"intermediate_size": 128} if compute_of(name) != "dtype" else {}))
+    if compute_of(name) != "dtype":
         model.to(torch.bfloat16)
+    if "nf4" in stored:
+        in_4_bits(model)
+    if "blocks" in stored:
+        for linear in (each for each in model.model.layers.modules() if type(each) is torch.nn.Linear):
+            scales = torch.rand(-(-linear.out_features // 16), -(-linear.in_features // 16)) / 1000
+            codes = torch.randn(linear.weight.shape).mul(50).to(torch.float8_e4m3fn)
+            packed = FP8Tensor([codes, scales], linear.weight.shape, torch.bfloat16, 16, 16)
+            linear.weight = torch.nn.Parameter(packed, requires_grad=False)
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     with torch.no_grad():
@@ -60,13 +71,12 @@ def adapted(name: str) -> Any:
 
 
 def compute_of(name: str) -> str:
-    quantised = name.partition(" ")[2]
-    return quantised if quantised.startswith("fp8") else "dtype"
+    return next((each for each in name.split() if each.startswith("fp8")), "dtype")
 
 
 def gradients(model: Any, layers: str, plan: Plan | None, compute: str = "dtype") -> dict[str, Tensor]:
     """Return those of two micro-batches, with a forward that keeps nothing after each, and the losses."""
-    attach(model, plan, layers=layers, compute=compute)
+    handle = attach(model, plan, layers=layers, compute=compute)
     losses = []
     for seed in (0, 1):
         loss = model(**packed_row([1, 20, 27], 48, seed=seed)).loss
@@ -74,6 +84,9 @@ def gradients(model: Any, layers: str, plan: Plan | None, compute: str = "dtype"
         with torch.no_grad():
             model(**packed_row([48], 48, seed=3))
         losses.append(loss.detach())
+    if compute != "dtype":
+        in_fp8, linears = handle.layers.in_fp8()
+        assert in_fp8 == linears > 0
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"losses": torch.stack(losses), **found}
 
@@ -110,9 +123,10 @@ def worker(cases: list[tuple[str, str, str]], rank: int, folder: Path) -> None:
     for name in MOVED:
         model = adapted(name)
         before = Fingerprint.of(model)
-        share_layers(model, cpu)
+        share_layers(model, cpu, compute=Compute.of(compute_of(name)))
         model.to("cpu:0")  # by another name of the same device, as trainers do: a copy, which is put back
-        told = {"same": Fingerprint.of(model) == before, "gradients": gradients(model, "fused", None)}
+        found = gradients(model, "fused", None, compute_of(name))
+        told = {"same": Fingerprint.of(model) == before, "gradients": found}
         torch.save(told, folder / f"moved-{name}-{rank}.pt")
     model = adapted("llama")
     share_layers(model, cpu)
@@ -144,14 +158,14 @@ def test_shared_layers_give_the_gradients_of_whole_ones(shared_runs: Path, case:
         found = torch.load(shared_runs / f"{'-'.join(case)}-{rank}.pt")
         assert found["same"], "the fingerprint of a checkpoint is of the model, not of what buffers hold"
         layer = whole / len(base_causal_lm(model).model.layers)
-        stored = 0.6 if name.endswith("fp8_both") else 1.0  # a byte of two, and the norms
+        stored = 0.6 if name == "qwen2 fp8_both" else 1.0  # a byte of two, and the norms
         assert found["bytes"] <= 1.1 * stored * (whole / WORLD + BUFFERS * layer) + 2**14
         same(found["gradients"], expected)
 
 
 @pytest.mark.parametrize("name", MOVED)
 def test_weights_that_were_moved_are_put_back(shared_runs: Path, name: str) -> None:
-    expected = gradients(adapted(name), "fused", None)
+    expected = gradients(adapted(name), "fused", None, compute_of(name))
     for rank in range(WORLD):
         found = torch.load(shared_runs / f"moved-{name}-{rank}.pt")
         assert found["same"]
@@ -168,8 +182,10 @@ def test_what_a_shared_model_can_not_do_is_refused(shared_runs: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_gathers_beside_compute_are_waited_for_on_a_gpu(family: str, plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "compute"), [("llama", "dtype"), ("qwen3_moe", "dtype"), ("llama", "fp8"), ("llama", "fp8_both")]
+)
+def test_gathers_beside_compute_are_waited_for_on_a_gpu(family: str, compute: str, plan: str, tmp_path: Path) -> None:
     """One process is enough: its gathers copy, on a stream of their own, into buffers that other layers were in."""
     from pronghorn.models.lora import add_lora
 
@@ -177,7 +193,7 @@ def test_gathers_beside_compute_are_waited_for_on_a_gpu(family: str, plan: str, 
     wide: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
     wide |= {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096}
 
-    def run(shared: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    def run(shared: bool, dtype: torch.dtype = torch.bfloat16, compute: str = compute) -> dict[str, Tensor]:
         model = add_lora(tiny_model(family, **wide).to(torch.bfloat16), r=8).to(dtype)
         torch.manual_seed(2)
         with torch.no_grad():
@@ -185,16 +201,16 @@ def test_gathers_beside_compute_are_waited_for_on_a_gpu(family: str, plan: str, 
                 if "lora_B" in name:
                     p.copy_(torch.randn(p.shape) * 0.05)
         if shared:
-            share_layers(model, cuda)
+            share_layers(model, cuda, compute=Compute.of(compute))
         else:
             model.to(cuda)
-        attach(model, PLANS[plan], layers="fused", graph="off")
+        attach(model, PLANS[plan], layers="fused", graph="off", compute=compute)
         for seed in (0, 1):
             row = {name: value.to(cuda) for name, value in packed_row([1, 200, 1847], 2048, seed=seed).items()}
             model(**row).loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    expected, exact = run(shared=False), run(shared=False, dtype=torch.float32)
+    expected, exact = run(shared=False), run(shared=False, dtype=torch.float32, compute="dtype")
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         found = run(shared=True)

@@ -12,6 +12,7 @@ from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import GIB, NF4_BYTES, MemoryModel, ModelDims, TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import PlanDoesNotFit
+from pronghorn.memory.step_time import step_times
 from pronghorn.memory.strategies import Choice, Strategy, choose
 from pronghorn.models.auto_plan import dims_of, skeleton
 
@@ -61,8 +62,8 @@ def test_a_strategy_that_is_asked_for_is_planned_or_refused_with_what_fits(dims:
 
 
 def test_what_is_not_shared_has_copies_or_nothing(dims: ModelDims) -> None:
-    setup: TrainSetup = TrainSetup(8192, "qlora", fp8=True)
-    with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(sharded\), 4-bit weights.* aren't shared"):
+    setup: TrainSetup = TrainSetup(8192, fp8=True, fp8_experts=True)
+    with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(sharded\), experts' copies in 8 bits aren't shared"):
         choose(dims, setup, H100, 2, strategy=Strategy.SHARDED)
     with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(copies\)") as refused:
         choose(dims, setup, H100, 2, budget_bytes=8 * GIB)
@@ -137,6 +138,21 @@ def test_of_weights_that_multiply_in_8_bits_these_alone_are_held_and_gathered(di
     assert bf16.bytes["gathered"] - fp8.bytes["gathered"] == 2 * linear
     held = 32 * linear // 2 - 32 * 6 * rows  # a byte of two, in half of the weights; scales of rows are whole
     assert bf16.bytes["weights"] - fp8.bytes["weights"] == pytest.approx(held, abs=8)
+
+
+def test_codes_that_are_written_out_for_each_product_leave_scales_alone(dims: ModelDims) -> None:
+    rows, linear = 32 * sum(each.out for each in dims.layers[0].linears), dims.layers[0].linear_weights
+    for method, forward in (("lora", False), ("qlora", False), ("qlora", True)):
+        fp8 = TrainSetup(2048, "lora" if method == "lora" else "qlora", fp8=True, fp8_forward=forward)
+        plain, coded = (
+            choose(dims, setup, H200, 2, strategy=Strategy.SHARDED) for setup in (replace(fp8, fp8=False), fp8)
+        )
+        assert coded.bytes["weights"] - plain.bytes["weights"] == 10 * rows
+        assert coded.bytes["gathered"] == plain.bytes["gathered"]
+    one, shared = (step_times(dims, TrainSetup(2048, fp8=True, fp8_forward=False, processes=n), H200) for n in (1, 2))
+    assert shared.layers[0].forward == one.layers[0].forward
+    read_and_written = 3 * linear / H200.bandwidth * 1e3  # an elementwise kernel has 3/4 of a copy's rate
+    assert shared.layers[0].backward - one.layers[0].backward == pytest.approx(read_and_written / 0.75, rel=0.01)
 
 
 def test_slow_links_are_waited_for(dims: ModelDims) -> None:

@@ -19,7 +19,7 @@ from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.lora import add_lora
-from pronghorn.precision.fp8 import FP8Source, FP8Weight, NF4CodesSource
+from pronghorn.precision.fp8 import FP8Source, FP8Weight, WrittenCodesSource
 from pronghorn.precision.source import Activation, LowRankGrad
 from support.documents import LENGTHS, ROW, gradients
 from support.tiny import packed_row, tiny_model
@@ -33,7 +33,7 @@ def sources() -> list[tuple[str, Any, torch.Tensor]]:
     written = [torch.empty(weight.shape) for weight in weights]
     for weight, out in zip(packed, written, strict=True):
         write_out(NF4Weight.of(weight), out)
-    from_four = NF4CodesSource(packed, True)
+    from_four = WrittenCodesSource(packed, True)
     codes = from_four.codes(False).double()
     assert torch.equal(from_four.codes(True).double(), codes.t())
     meant = codes * from_four._scales.double()[:, None]

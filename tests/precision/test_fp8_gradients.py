@@ -9,17 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.errors import UnsupportedError
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.step_time import step_times
-from pronghorn.memory.strategies import Strategy, choose
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
-from pronghorn.models.share import share_layers
 from pronghorn.parity.quantised import compared_products, quantised_products
-from pronghorn.precision.compute import Compute
 from pronghorn.precision.fp8 import BackwardSource, as_codes
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import loss_and_gradients, with_adapters
@@ -157,17 +153,6 @@ def test_the_plan_counts_one_layout_and_gradients_alone() -> None:
         steps = [each.step([Policy.KEEP] * 4) for each in times]
         assert steps[0] > steps[1] > steps[2]
         assert [each.layers[0].forward for each in times[:2]] == [times[0].layers[0].forward] * 2
-
-
-def test_processes_cant_share_layers_so() -> None:
-    with pytest.raises(UnsupportedError, match=r"compute = 'fp8' for layers whose weights processes share.*fp8_both"):
-        share_layers(model_of("llama"), torch.device("cpu"), compute=Compute.FP8)
-    config = AutoConfig.for_model("llama", num_hidden_layers=4, hidden_size=4096, intermediate_size=14336)
-    with torch.device("meta"):
-        dims = dims_of(AutoModelForCausalLM.from_config(config))
-    setup = TrainSetup(2048, fp8=True, fp8_forward=False)
-    chosen = choose(dims, setup, device_spec("h200"), 2).chosen
-    assert chosen.strategy is Strategy.COPIES
 
 
 def test_codes_of_a_checkpoint_are_written_out_for_the_forward() -> None:

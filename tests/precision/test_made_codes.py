@@ -17,7 +17,7 @@ from torch import Tensor
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
-from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
+from pronghorn.precision.fp8 import FP8Source, WrittenCodesSource
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, with_adapters
 from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
@@ -91,7 +91,7 @@ def test_no_bit_is_changed_whoever_makes_codes_and_whatever_is_recomputed(
         for name in PLANS if tiles else [name for name in PLANS if name != "tiles"]:
             attach(model, PLANS[name], layers="fused", compute="fp8_both")
             for made in (True, False):
-                for source in (FP8Source, NF4CodesSource):
+                for source in (FP8Source, WrittenCodesSource):
                     monkeypatch.setattr(source, "wants_codes", made)
                 found[name, made] = loss_and_gradients(model, batch)
         for name, made in found:
@@ -131,7 +131,7 @@ import sys, torch
 sys.path[:0] = sys.argv[1:]
 torch.use_deterministic_algorithms(True, warn_only=True)
 from pronghorn.models.attach import attach
-from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
+from pronghorn.precision.fp8 import FP8Source, WrittenCodesSource
 from precision.test_made_codes import EVERYWHERE, OUT_ONLY, PLANS, model_of
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
@@ -143,7 +143,7 @@ for family, base in (("llama", "bf16"), ("gemma3_text", "bf16"), ("phi3", "bf16"
         for name in ("keep", "norms", "MLP", "layer", "offload"):
             attach(model, PLANS[name], layers="fused", graph="off", compute="fp8_both")
             for made in (True, False):
-                FP8Source.wants_codes = NF4CodesSource.wants_codes = made
+                FP8Source.wants_codes = WrittenCodesSource.wants_codes = made
                 found[name, made] = loss_and_gradients(model, batch)
         (loss, grads), *others = found.values()
         for key, (again, same) in zip(list(found)[1:], others):

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels import glu, rms_norm
-from pronghorn.kernels.quantise import RowCodes, quantise_rows_reference, quantise_rows_triton
+from pronghorn.kernels.quantise import (
+    DTYPE,
+    RowCodes,
+    quantise_rows_reference,
+    quantise_rows_triton,
+    weight_scales,
+    write_codes_across_reference,
+    write_codes_across_triton,
+)
 from support.interpreted import begin
 from support.kernel_checks import compare, random, written
 
@@ -155,11 +163,32 @@ def check_parts_are_stored_before_they_are_read(device: str, dtype: torch.dtype)
         )
 
 
+def check_across(device: str, dtype: torch.dtype) -> None:
+    """A weight's codes, turned, into columns of a wider tensor. The interpreter gives half of what rounds up to a power
+    of two."""
+    sizes = [(1, 1), (9, 63), (70, 130), *([(4096, 14336)] if device == "cuda" else [])]
+    for rows, width in sizes:
+        weight = random(rows, width, device=device, dtype=dtype, seed=1)
+        weight[0] = 0
+        weight = spoilt(weight) if device == "cuda" else weight  # what isn't finite is interpreted otherwise
+        inverse = 1 / weight_scales(weight.nan_to_num(1.0, 2.0, -2.0).abs().amax(1))
+        whole = [torch.zeros(width, rows + 32, device=device).to(DTYPE) for _ in range(2)]
+        write_codes_across_triton(weight, inverse, whole[0][:, 16:-16])
+        write_codes_across_reference(weight, inverse, whole[1][:, 16:-16])
+        found, expected = (each.float() for each in whole)
+        if device == "cuda":
+            assert same(found, expected), f"across {rows} x {width}"
+        else:
+            near = (found - expected).abs() <= expected.abs() * 2**-3 + 2**-9
+            assert (near | (2 * found == expected)).all(), f"across {rows} x {width}"
+
+
 CHECKS = {
     "norm": check_norm,
     "norm backward": check_norm_backward,
     "glu": check_glu,
     "glu backward": check_glu_backward,
+    "across": check_across,
     "order": check_parts_are_stored_before_they_are_read,
 }
 

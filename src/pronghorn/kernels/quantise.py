@@ -23,6 +23,9 @@ LIMIT = 448.0
 SMALLEST = 1e-30
 """The least scale: a row of zeros has it, and a row of smaller numbers than it stands for becomes zeros."""
 DTYPE = torch.float8_e4m3fn
+ROW_SCALES = "_pronghorn_row_scales"
+"""The attribute of a frozen weight that processes share, and whose codes are written out for each product: the scales
+of its rows, from when it was whole."""
 PER_WARP = 2048
 """Columns of a row that a warp holds."""
 WIDEST = 32768
@@ -145,6 +148,22 @@ def _transpose(
     tl.store(y_ptr + cols.to(tl.int64)[:, None] * N + rows[None, :], tl.trans(x), mask=tl.trans(inside))
 
 
+@triton.jit
+def _codes_across(
+    w_ptr,  # [N, K]
+    inverse_ptr,  # [N]
+    out_ptr,  # [K, N]
+    N, K, out_stride, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (rows < N)[:, None] & (cols < K)[None, :]
+    w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    codes = (w * tl.load(inverse_ptr + rows, mask=rows < N, other=0.0)[:, None]).to(out_ptr.dtype.element_ty)
+    to = out_ptr + cols.to(tl.int64)[:, None] * out_stride + rows[None, :]
+    tl.store(to, tl.trans(codes), mask=tl.trans(inside))
+
+
 def quantise_rows_triton(x: Tensor, columns: Tensor | None) -> RowCodes:
     """Do what `quantise_rows` does, by its Triton kernel."""
     count, size = x.shape
@@ -166,6 +185,31 @@ def transposed_triton(codes: Tensor) -> Tensor:
     grid = (cdiv(rows, 64), cdiv(cols, 64))
     launch(_transpose, grid, codes.view(torch.uint8), out.view(torch.uint8), rows, cols, ROWS=64, COLS=64, num_warps=4)
     return out
+
+
+def write_codes_across_triton(weight: Tensor, inverse: Tensor, out: Tensor) -> None:
+    """Do what `write_codes_across` does, by its Triton kernel."""
+    rows, cols = weight.shape
+    grid = (cdiv(rows, 64), cdiv(cols, 64))
+    launch(_codes_across, grid, weight, inverse, out, rows, cols, out.stride(0), ROWS=64, COLS=64, num_warps=4)
+
+
+def write_codes_across_reference(weight: Tensor, inverse: Tensor, out: Tensor) -> None:
+    """Do what `write_codes_across` does, in plain torch."""
+    codes = (weight.float() * inverse[:, None]).to(DTYPE)
+    out.view(torch.uint8).copy_(codes.view(torch.uint8).t())
+
+
+def write_codes_across(weight: Tensor, inverse: Tensor, out: Tensor) -> None:
+    """Write e4m3(w_nk · inverse_n) of a weight [N, K] into `out` [K, N], which may be columns of a wider tensor.
+
+    Args:
+        weight: contiguous; inverse: 1 / s, float32 [N].
+    """
+    if weight.is_cuda:
+        write_codes_across_triton(weight, inverse, out)
+    else:
+        write_codes_across_reference(weight, inverse, out)
 
 
 def quantise_rows(x: Tensor, columns: Tensor | None = None) -> RowCodes:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from pronghorn.kernels import adapter_gradients
 from pronghorn.kernels.adapter_gradients import matmul
+from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_written_out, unmerge_disabled
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.memory.sharded import lie_wide, narrowed
 from pronghorn.precision.compute import MULTIPLE, Compute
-from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, NF4CodesSource
+from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, WrittenCodesSource
 from pronghorn.precision.source import (
     Activation,
     CopiedSource,
@@ -214,7 +215,7 @@ def fits_fp8(storage: GroupStorage, dtype: torch.dtype) -> bool:
 
 
 def _fp8_source(storage: GroupStorage, compute: Compute) -> CodesSource:
-    exact = compute is Compute.FP8_EXACT
-    if is_4bit(base_of(storage.linears[0])):
-        return NF4CodesSource([base_of(linear).weight for linear in storage.linears], exact)
+    exact, bases = compute is Compute.FP8_EXACT, [base_of(linear) for linear in storage.linears]
+    if is_4bit(bases[0]) or hasattr(bases[0].weight, ROW_SCALES):
+        return WrittenCodesSource([base.weight for base in bases], exact)
     return FP8Source(storage.codes(compute.forward_in_fp8), exact)

@@ -63,11 +63,11 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         weights -= int(sum(layer.expert_weights for layer in dims.layers) * (b - setup.expert_bytes))
     if setup.linear_bytes is not None:
         weights -= int(linear * (b - setup.linear_bytes))
-    if setup.fp8:  # codes in a layout a product, unless they are written out of 4 bits, and scales of rows
+    if setup.fp8:  # codes in a layout a product, unless they are written out, and scales of rows
         rows = sum(linear.out for layer in dims.layers for linear in layer.linears)
         layouts = 2 if setup.fp8_forward and not setup.own_codes else 1
         layouts -= setup.processes > 1  # shared ones are turned for each product
-        weights += 10 * rows if setup.method == "qlora" else layouts * linear + 6 * rows
+        weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
     if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives
         for layer in dims.layers:
             if experts := layer.experts:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from pronghorn.errors import TrainingError
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.memory import sharded_peers
 from pronghorn.memory.sharded_copies import ShownWeights
 from pronghorn.memory.sharded_training import TrainedParts
@@ -99,7 +100,7 @@ class ShardedLayers:
         for parameter in layer.parameters():
             if not parameter.requires_grad:
                 setattr(parameter, FIRST, first_values(parameter).to(self.device))
-        self._references += references(layer, FIRST)
+        self._references += references(layer, FIRST, ROW_SCALES)
         told = self.device, self.processes, self._rank
         units = [Unit(index, groups.products, *told, products=True), Unit(index, groups.others, *told)]
         self._units[index] = units = [unit for unit in units if unit.places]

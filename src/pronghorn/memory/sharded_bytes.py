@@ -38,10 +38,6 @@ def kept_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
 
 def unshared_reason(setup: TrainSetup) -> str:
     """Say why layers are not shared in such a training; empty where they can be."""
-    if setup.fp8 and setup.method == "qlora":
-        return setup.unshared or "4-bit weights that multiply in 8 bits aren't shared"
-    if setup.fp8 and not setup.fp8_forward:
-        return setup.unshared or "codes for input gradients alone aren't shared, those of compute: fp8_both are"
     return setup.unshared or ("experts' copies in 8 bits aren't shared" if setup.fp8_experts else "")
 
 

@@ -106,7 +106,8 @@ def references(layer: nn.Module, *names: str) -> list[Reference]:
     for parameter in layer.parameters():
         state = getattr(parameter, "quant_state", None)
         if isinstance(parameter, PackedTensor):
-            found += [Reference(parameter, name, getattr(parameter, name)) for name in ("parts", *names)]
+            known = [name for name in ("parts", *names) if hasattr(parameter, name)]
+            found += [Reference(parameter, name, getattr(parameter, name)) for name in known]
         elif state is not None:
             found.append(Reference(state, "absmax", state.absmax))
     return found

@@ -161,9 +161,8 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
         around, adapters = around + t * rows * b * ms_per_byte, adapters + 1.5 * t * thin * b * ms_per_byte
     gaps = GAPS + (ROUTED_GAPS if experts else 0.0) if setup.fused else 0.0
     # weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written
-    stored = 0.5 if setup.linear_bytes is None else setup.linear_bytes
-    a_weight = setup.writes_forward * (stored + (1 if setup.forward_in_fp8 else 2)) * ms_per_byte
-    a_weight_back = setup.writes_backward * (stored + (1 if setup.fp8 else 2)) * ms_per_byte
+    a_weight = setup.writes_forward * (setup.stored_bytes + (1 if setup.forward_in_fp8 else 2)) * ms_per_byte
+    a_weight_back = setup.writes_backward * (setup.stored_bytes + (1 if setup.fp8 else 2)) * ms_per_byte
     packed = 0.0 if setup.expert_bytes is None else (b + setup.expert_bytes) * layer.expert_weights * ms_per_byte
     written, written_back = (each * layer.linear_weights + packed for each in (a_weight, a_weight_back))
     of_x, of_dy = (t * moved * ms_per_byte for moved in _quantised(layer, setup))

@@ -183,7 +183,7 @@ def _work(dims: ModelDims, setup: TrainSetup, strategy: Strategy, gpus: int) -> 
     if strategy is Strategy.COPIES:
         return replace(setup, distributed=True, accumulates=True)
     accumulates = setup.accumulates or setup.method != "full"  # adapters' gradients are copied once more
-    if setup.fp8 and setup.method == "lora":  # of weights that multiply in 8 bits these alone are kept
+    if setup.forward_in_fp8 and setup.method == "lora":  # of weights that multiply in 8 bits these alone are kept
         setup = replace(setup, linear_bytes=1.0, own_codes=True)
     return replace(setup, distributed=True, accumulates=accumulates, processes=gpus, graph=False)
 

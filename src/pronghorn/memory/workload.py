@@ -124,6 +124,19 @@ class TrainSetup:
         return self.method == "qlora" or (self.processes > 1 if self.fp8 else self.linear_bytes is not None)
 
     @property
+    def writes_codes(self) -> bool:
+        """Whether 8-bit codes are written out for each product: of 4 bits, or of more that processes share."""
+        shared = self.processes > 1 and not self.fp8_forward and not self.own_codes
+        return self.fp8 and (self.method == "qlora" or shared)
+
+    @property
+    def stored_bytes(self) -> float:
+        """Of a number of a linear's weight, as products that write it out read it."""
+        if self.method == "qlora" and self.linear_bytes is None:
+            return 0.5
+        return self.itemsize if self.linear_bytes is None else self.linear_bytes
+
+    @property
     def stream_bytes(self) -> int:
         """Of an element between layers: float32 where float32 masters are trained under autocast."""
         return 4 if self.method == "full" else self.itemsize

@@ -13,12 +13,13 @@ from torch import nn
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.spec import Experts
 from pronghorn.kernels.fp8_blocks import has_own_codes
+from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.layers.linears import base_of
 from pronghorn.memory.sharded import FIRST, IN_BUFFER, ShardedLayers, first_values, shard, sharded
 from pronghorn.memory.sharded_unit import WeightGroups, weight_groups
 from pronghorn.models.families import base_causal_lm, check_config, decoder_layers
 from pronghorn.precision.compute import Compute
-from pronghorn.precision.fp8 import as_codes
+from pronghorn.precision.fp8 import as_codes, is_nf4, row_scales
 
 
 def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DTYPE, copy_trained: bool = True) -> None:
@@ -35,7 +36,6 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
             are, where that can be; it takes 2 bytes a weight more, of which each process has its part. NCCL gathers and
             sums otherwise.
     """
-    _refuse_codes_beside_weights(compute)
     base = base_causal_lm(model)
     full = not hasattr(model, "peft_config")
     shared = sharded(base)
@@ -83,7 +83,6 @@ class SharedLoading:
     """
 
     def __init__(self, device: torch.device, trained: bool = False, compute: Compute = Compute.DTYPE) -> None:
-        _refuse_codes_beside_weights(compute)
         self.device, self._trained, self._compute = device, trained, compute
         self._model: Any = None
         self._shared: ShardedLayers | None = None
@@ -143,34 +142,21 @@ def _groups(
         merged += groups
         if compute.is_fp8:
             for linear in (linear for group in groups for linear in group if id(linear.weight) not in elsewhere):
-                _keep_codes(linear, device)
+                _prepare_codes(linear, device, compute)
     return weight_groups(layer, merged, elsewhere, trained)
 
 
-def _refuse_codes_beside_weights(compute: Compute) -> None:
-    """Refuse a compute whose codes lie beside the weights.
-
-    Raises:
-        UnsupportedError: only input gradients multiply in 8 bits.
-    """
-    if compute.is_fp8 and not compute.forward_in_fp8:
-        raise UnsupportedError(
-            f"compute = '{compute}' for layers whose weights processes share: the forward needs their 16 bits as well",
-            "use precision.compute: fp8_both, whose codes are all that is kept, or launch.strategy: copies",
-        )
-
-
-def _keep_codes(linear: Any, device: torch.device) -> None:
-    """Keep of a linear's frozen weight what its 8-bit products multiply. Sizes that don't fit these are refused by
-    `attach`.
-
-    Raises:
-        UnsupportedError: bitsandbytes' 4 bits, which are written out for each product.
+def _prepare_codes(linear: Any, device: torch.device, compute: Compute) -> None:
+    """Keep of a linear's frozen weight what its 8-bit products multiply: its codes, if both products read them and it
+    isn't in 4 bits. Otherwise codes are written out for each product, and the scales of rows, which a part doesn't
+    tell, are kept. Sizes that don't fit 8 bits are refused by `attach`.
     """
     weight = linear.weight
-    if getattr(weight, "quant_state", None) is not None:
-        raise UnsupportedError("8-bit products of 4-bit weights that processes share", _NOT_IN_8_BITS)
     if has_own_codes(weight):
+        return
+    if is_nf4(weight) or not compute.forward_in_fp8:
+        if not is_nf4(weight) or linear.in_features % weight.blocksize == 0:
+            setattr(weight, ROW_SCALES, row_scales(weight).to(device))
         return
     made = nn.Parameter(as_codes(weight, device), requires_grad=False)
     setattr(made, FIRST, first_values(weight).to(device))

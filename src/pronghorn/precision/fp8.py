@@ -22,7 +22,15 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.nf4 import NF4Weight, write_codes
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows, transposed, weight_scales
+from pronghorn.kernels.quantise import (
+    DTYPE,
+    ROW_SCALES,
+    RowCodes,
+    quantise_rows,
+    transposed,
+    weight_scales,
+    write_codes_across,
+)
 from pronghorn.precision.compute import MULTIPLE
 from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
 
@@ -78,9 +86,26 @@ class FP8Weight:
         return self.across.t().float() * self.scales[:, None]
 
 
+def _dense(weight: Tensor) -> Tensor:
+    return weight.dequantise() if isinstance(weight, PackedTensor) else weight.detach()
+
+
+def is_nf4(weight: Any) -> bool:
+    """Tell whether a weight is bitsandbytes' in 4 bits."""
+    return getattr(weight, "quant_state", None) is not None
+
+
+def row_scales(weight: Any) -> Tensor:
+    """Return the scales of a frozen weight's rows in 8 bits, float32 [N]; those that were kept, if any were."""
+    kept: Tensor | None = getattr(weight, ROW_SCALES, None)
+    if kept is not None:
+        return kept
+    return NF4Weight.of(weight).row_scales() if is_nf4(weight) else weight_scales(_dense(weight).abs().amax(1))
+
+
 def quantise_weight(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Write a frozen weight's codes [N, K] and the scales [N] of its rows; a packed weight is written out first."""
-    dense = weight.dequantise() if isinstance(weight, PackedTensor) else weight.detach()
+    dense = _dense(weight)
     scales.copy_(weight_scales(dense.abs().amax(1)))
     codes.copy_(dense.float() * (1 / scales)[:, None])
 
@@ -164,17 +189,18 @@ class FP8Source(CodesSource):
         return self.weight.codes
 
 
-class NF4CodesSource(CodesSource):
-    """bitsandbytes' 4-bit weights, written out as 8-bit codes for each product.
+class WrittenCodesSource(CodesSource):
+    """Weights that are written out as 8-bit codes for each product: of bitsandbytes' 4 bits, or of more bits for input
+    gradients alone.
 
     Args:
-        weights: `Params4bit`, one below the other, whose blocks of values cross no row.
+        weights: one below the other; blocks of `Params4bit` cross no row.
     """
 
     def __init__(self, weights: Sequence[Any], exact: bool) -> None:
-        self._weights = [NF4Weight.of(weight) for weight in weights]
+        self._weights = [NF4Weight.of(weight) if is_nf4(weight) else weight for weight in weights]
         self._rows, self._width = [weight.shape[0] for weight in self._weights], self._weights[0].shape[1]
-        scales = [weight.row_scales() for weight in self._weights]
+        scales = [row_scales(weight) for weight in weights]
         self._inverse = [1 / each for each in scales]
         whole = torch.cat(scales)
         super().__init__(whole, whole.bfloat16(), self._width, exact)
@@ -184,7 +210,11 @@ class NF4CodesSource(CodesSource):
         whole = torch.empty(shape[::-1] if across else shape, dtype=DTYPE, device=self._scales.device)
         parts = whole.split(self._rows, 1 if across else 0)
         for weight, inverse, part in zip(self._weights, self._inverse, parts, strict=True):
-            write_codes(weight, inverse, part, across)
+            if isinstance(weight, NF4Weight):
+                write_codes(weight, inverse, part, across)
+            else:
+                assert across
+                write_codes_across(_dense(weight), inverse, part)
         return whole
 
 

@@ -35,13 +35,12 @@ class Held(NamedTuple):
 def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Held:
     """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses.
 
-    One process holds all of it, and so does each where 8-bit products or an optimiser need whole weights. The plan is
-    for the smallest of the processes' GPUs; all processes call it.
+    One process holds all of it, and so does each where experts' 8-bit products or an optimiser need whole weights. The
+    plan is for the smallest of the processes' GPUs; all processes call it.
     """
     asked = recipe.launch.strategy
-    quantised = recipe.model.load_in_4bit or found.is_quantised
-    whole_codes = quantised or (found.config is not None and has_experts(found.config))
-    able = not unshared_reason(recipe) and not (recipe.precision.compute != "dtype" and whole_codes)
+    experts_in_8_bits = recipe.precision.compute != "dtype" and found.config is not None and has_experts(found.config)
+    able = not unshared_reason(recipe) and not experts_in_8_bits
     if processes == 1 or asked == "copies":
         return Held(Strategy.COPIES)
     full = recipe.adapter.method == "full"
