@@ -18,6 +18,7 @@ from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.load import find_model
 from pronghorn.models.lora import add_lora
 from pronghorn.models.share import SharedLoading, share_layers
+from pronghorn.precision.compute import Compute
 from support.packed_checkpoints import mxfp4_checkpoint
 from support.packed_linears import packed_linears
 from support.processes import WORLD, gather_gradients, together
@@ -28,6 +29,8 @@ CASES = {
     "llama": True,
     "llama, all trained": True,
     "llama in 4 bits": True,
+    "llama by fp8": True,
+    "llama in 4 bits by fp8_both": True,
     "qwen3_5_text": True,
     "qwen2 in FP8": True,
     "gpt_oss in MXFP4": True,
@@ -47,7 +50,7 @@ def checkpoint(folder: Path, case: str) -> Path:
     elif case.endswith("FP8"):
         packed_linears(folder / name, "rows", name)
     else:
-        tiny_model(name, eos_token_id=2).to(torch.bfloat16).save_pretrained(folder / name)
+        tiny_model(name, eos_token_id=2, intermediate_size=128).to(torch.bfloat16).save_pretrained(folder / name)
         byte_tokenizer(512).save_pretrained(folder / name)
     return folder / name
 
@@ -74,7 +77,16 @@ def stored(parameter: Any) -> list[Tensor]:
     return [parameter] if state is None else [parameter, state.absmax]
 
 
-def gradients(model: Any, share: bool, trained: bool) -> dict[str, Tensor]:
+def compute_of(case: str) -> str:
+    return case.partition(" by ")[2] or "dtype"
+
+
+def load(folder: Path, case: str, share: SharedLoading | None = None) -> Any:
+    found = find_model(folder / folder_of(case), max_seq_length=128, load_in_4bit="4 bits" in case)
+    return found.model(torch.float32 if compute_of(case) == "dtype" else torch.bfloat16, CPU, share)
+
+
+def gradients(model: Any, share: bool, trained: bool, compute: str) -> dict[str, Tensor]:
     model = model if trained else add_lora(model, r=4)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -82,24 +94,24 @@ def gradients(model: Any, share: bool, trained: bool) -> dict[str, Tensor]:
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     if share:
-        share_layers(model, CPU)
-    attach(model, Plan.recompute(), layers="fused")
+        share_layers(model, CPU, compute=Compute.of(compute))
+    handle = attach(model, Plan.recompute(), layers="fused", compute=compute)
     model.to("cpu:0")  # as a trainer's of several processes does: a copy
     loss = model(**packed_row([1, 20, 27], 48)).loss
     loss.backward()
+    assert (handle.layers.in_fp8()[0] > 0) is (compute != "dtype")
     gather_gradients(model)
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
 def worker(rank: int, folder: Path) -> None:
     for case in CASES:
-        share = Watched(CPU, trained=case.endswith("trained"))
-        found = find_model(folder / folder_of(case), max_seq_length=128, load_in_4bit="4 bits" in case)
-        model = found.model(torch.float32, CPU, share)
+        share = Watched(CPU, trained=case.endswith("trained"), compute=Compute.of(compute_of(case)))
+        model = load(folder, case, share)
         shared = sharded(model)
         told: dict[str, Any] = {"while loading": shared is not None, "most": share.most}
         told["bytes"] = shared.bytes if shared is not None else 0
-        told["gradients"] = gradients(model, share=True, trained=case.endswith("trained"))
+        told["gradients"] = gradients(model, True, case.endswith("trained"), compute_of(case))
         torch.save(told, folder / f"{case}-{rank}.pt")
 
 
@@ -114,10 +126,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_layers_are_shared_as_they_come_and_compute_the_same(runs: Path, case: str) -> None:
-    found = find_model(runs / folder_of(case), max_seq_length=128, load_in_4bit="4 bits" in case)
-    whole = found.model(torch.float32, CPU)
+    whole = load(runs, case)
     layers = [sum(part.nbytes for p in layer.parameters() for part in stored(p)) for layer in base_layers(whole)]
-    expected = gradients(whole, share=False, trained=case.endswith("trained"))
+    expected = gradients(whole, False, case.endswith("trained"), compute_of(case))
     for rank in range(WORLD):
         told = torch.load(runs / f"{case}-{rank}.pt")
         assert told["while loading"] is CASES[case]
