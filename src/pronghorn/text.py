@@ -1,4 +1,4 @@
-"""Text from outside made safe and short enough to show: no character that commands a terminal or hides itself."""
+"""Text made fit to show. From outside: no character that commands a terminal or hides itself, and not too long."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def clip(text: str, most: int) -> str:
         return text
     head, tail = 2 * most // 3, most // 3
     return f"{text[:head]} … ({len(text) - head - tail:,} characters left out) … {text[-tail:]}"
+
+
+def counted(count: int, what: str) -> str:
+    """Return "1 document" or "1,024 documents"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _written(character: str) -> str:

@@ -44,6 +44,15 @@ def test_json_holds_the_choice_and_every_field_is_documented(stories: Path, tmp_
     assert not [name for name in fields if f"`{name}`" not in page[page.index("## As JSON") :]]
 
 
+@pytest.mark.parametrize(("asked", "chosen"), [([], "sharded"), (["--strategy", "auto"], "copies")])
+def test_a_recipes_strategy_is_planned(stories: Path, tmp_path: Path, asked: list[str], chosen: str) -> None:
+    several = "launch.strategy=sharded", "--gpus", "4", "--device", "h100", "--json"
+    report = json.loads(planned(stories, tmp_path, *several, *asked).stdout)
+    assert report["gpus"]["chosen"]["strategy"] == chosen
+    one = planned(stories, tmp_path, "launch.strategy=sharded", "--device", "h100")
+    assert one.exit_code == 0 and "40 documents" in one.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -13,6 +13,7 @@ from rich.table import Table
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile
+from pronghorn.text import counted
 
 if TYPE_CHECKING:
     from pronghorn.diagnose.plan_report import PlanReport
@@ -31,8 +32,12 @@ def plan(
     ] = False,
     gpus: Annotated[int, typer.Option("--gpus", min=1, metavar="N", help="Plan for so many of this GPU.")] = 1,
     strategy: Annotated[
-        str, typer.Option(metavar="auto|copies|sharded", help="How several GPUs hold the model; auto: what fits.")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            metavar="auto|copies|sharded",
+            help="How several GPUs hold the model; auto: what fits. Without it: as the recipe says (launch.strategy).",
+        ),
+    ] = None,
     link: Annotated[
         float | None,
         typer.Option(metavar="GB/s", help="Between two GPUs, each way, as measured. Without it: by the datasheet."),
@@ -60,8 +65,9 @@ def plan(
         from pronghorn.diagnose.plan_report import SeveralGpus, report_plan
 
         console = Console(stderr=True, highlight=False)
-        several = SeveralGpus.asked(gpus, strategy, link)
-        report = report_plan(Recipe.load(recipe, overrides or []), device, calibrate, console, several)
+        loaded = Recipe.load(recipe, overrides or [])
+        several = SeveralGpus.asked(gpus, strategy, link, loaded)
+        report = report_plan(loaded, device, calibrate, console, several)
         if as_json:
             typer.echo(json.dumps(report.to_dict(), indent=1))
         else:
@@ -95,8 +101,9 @@ def render(report: PlanReport) -> RenderableType:
     if report.data is None or report.seconds is None:
         lines.append(f"a million tokens take {duration(1e6 / report.tokens_per_s)}")
     else:
-        counts = "{documents:,} documents, {tokens:,} tokens: {micro_batches:,} micro-batches".format(**report.data)
-        lines.append(f"{counts}, {duration(report.seconds)}")
+        found = report.data["documents"], report.data["tokens"], report.data["micro_batches"]
+        documents, tokens, batches = map(counted, found, ("document", "token", "micro-batch"))
+        lines.append(f"{documents}, {tokens}: {batches}, {duration(report.seconds)}")
     if device.display_bytes:
         lines.append(f"{device.display_bytes / GIB:.1f} GiB are left to a screen; memory.budget sets another limit")
     several = [strategies(report.gpus), ""] if report.gpus else []

@@ -93,22 +93,25 @@ class SeveralGpus:
     """Bytes a second between two of them; None for the datasheet's."""
 
     @classmethod
-    def asked(cls, count: int, strategy: str, link: float | None) -> SeveralGpus | None:
+    def asked(cls, count: int, strategy: str | None, link: float | None, recipe: Recipe) -> SeveralGpus | None:
         """Read the options of `pronghorn plan`; None for one GPU.
 
+        Args:
+            strategy: None for the recipe's.
         Raises:
             ConfigError: another strategy, no rate, or either of them for one GPU.
         """
         names = ("auto", *(each.value for each in Strategy))
-        if strategy not in names:
+        if strategy is not None and strategy not in names:
             raise ConfigError(f"--strategy {strategy} is unknown", f"use one of {', '.join(names)}")
         if link is not None and not 0 < link < math.inf:
             raise ConfigError(f"--link {link} is no rate", "give GB/s between two GPUs, each way, like 450")
         if count == 1:
-            if strategy != "auto" or link is not None:
+            if strategy not in (None, "auto") or link is not None:
                 raise ConfigError("--strategy and --link are for several GPUs", "add --gpus 2 or more")
             return None
-        return cls(count, None if strategy == "auto" else Strategy(strategy), None if link is None else link * 1e9)
+        wanted = strategy or recipe.launch.strategy
+        return cls(count, None if wanted == "auto" else Strategy(wanted), None if link is None else link * 1e9)
 
 
 def report_plan(

@@ -13,6 +13,7 @@ from pronghorn.data.template import find_template
 from pronghorn.families.registry import import_plugins
 from pronghorn.models.load import FoundModel, find_model
 from pronghorn.models.new_tokens import add_tokens
+from pronghorn.text import counted
 from pronghorn.train.progress import RowsProgress
 
 
@@ -54,7 +55,7 @@ def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, con
         left_out = f", {count.dropped:,} dropped" if count.dropped else ""
         console.print(
             f"{count.path}: {count.rows + count.dropped:,} rows ({count.format}){left_out}; "
-            f"{count.used:,} documents used",
+            f"{counted(count.used, 'document')} used",
             markup=False,
         )
     if prepared.errors:
@@ -94,4 +95,4 @@ MUCH = 0.01
 
 def lost_documents(dropped: int, dropped_share: float, truncated: int, cut_share: float) -> str:
     """Say how many documents were dropped and cut, and which share that is."""
-    return f"{dropped:,} documents dropped ({dropped_share:.1%}), {truncated:,} truncated ({cut_share:.1%})"
+    return f"{counted(dropped, 'document')} dropped ({dropped_share:.1%}), {truncated:,} truncated ({cut_share:.1%})"

@@ -28,6 +28,7 @@ from pronghorn.models.load import trainable_parameters
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
 from pronghorn.recipe_sections import CHANGES_BASE
+from pronghorn.text import counted
 from pronghorn.train.build import autocast_dtype, check_device, load, make_trainer, planned_steps, training_arguments
 from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
@@ -184,7 +185,8 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
         packed = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.data_seed)
     packing = packed.stats
     console.print(
-        f"{packing.documents:,} documents, {packing.tokens:,} tokens; packed into {packing.rows:,} rows of "
+        f"{counted(packing.documents, 'document')}, {counted(packing.tokens, 'token')}; packed into "
+        f"{counted(packing.rows, 'row')} of "
         f"{packing.row_tokens:,} they {'are' if recipe.packing.enabled else 'would be'} {packing.efficiency:.1%} full "
         f"(at most {packing.ceiling:.1%} is possible)"
     )
