@@ -18,6 +18,7 @@ from pronghorn.memory.sharded import BUFFERS, sharded
 from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.share import share_layers
+from pronghorn.parity.distance import relative_error
 from pronghorn.precision.compute import Compute
 from pronghorn.train.checkpoint import Fingerprint
 from support.processes import WORLD, selected, together
@@ -46,13 +47,11 @@ MOVED = ["llama", "qwen2 nf4", "qwen3_moe nf4", "llama blocks fp8"]
 """Constants of blocks, the parts of experts in few bits and scales of rows are referred to by what is no parameter."""
 
 
-def adapted(name: str) -> Any:
-    from peft import LoraConfig, get_peft_model
+FEW_BITS = ["llama nf4", "llama nf4 fp8", "llama blocks", "llama blocks fp8"]
 
-    family, *stored = name.split()
-    model = tiny_model(family, **({"intermediate_size": 128} if compute_of(name) != "dtype" else {}))
-    if compute_of(name) != "dtype":
-        model.to(torch.bfloat16)
+
+def in_few_bits(model: Any, stored: list[str]) -> Any:
+    """Store the linears of the layers in NF4, or in 8 bits with a scale a block, as asked."""
     if "nf4" in stored:
         in_4_bits(model)
     if "blocks" in stored:
@@ -61,6 +60,17 @@ def adapted(name: str) -> Any:
             codes = torch.randn(linear.weight.shape).mul(50).to(torch.float8_e4m3fn)
             packed = FP8Tensor([codes, scales], linear.weight.shape, torch.bfloat16, 16, 16)
             linear.weight = torch.nn.Parameter(packed, requires_grad=False)
+    return model
+
+
+def adapted(name: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    family, *stored = name.split()
+    model = tiny_model(family, **({"intermediate_size": 128} if compute_of(name) != "dtype" else {}))
+    if compute_of(name) != "dtype":
+        model.to(torch.bfloat16)
+    in_few_bits(model, stored)
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     with torch.no_grad():
@@ -180,42 +190,48 @@ def test_what_a_shared_model_can_not_do_is_refused(shared_runs: Path) -> None:
         assert "weights that 2 processes share were moved to cpu as torch.float64" in moved
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(
-    ("family", "compute"), [("llama", "dtype"), ("qwen3_moe", "dtype"), ("llama", "fp8"), ("llama", "fp8_both")]
-)
-def test_gathers_beside_compute_are_waited_for_on_a_gpu(family: str, compute: str, plan: str, tmp_path: Path) -> None:
-    """One process is enough: its gathers copy, on a stream of their own, into buffers that other layers were in."""
+def on_one_process(name: str, plan: str, shared: bool, device: torch.device, compute: str) -> dict[str, Tensor]:
+    """Return the gradients of two rows, by a model of six wider layers."""
     from pronghorn.models.lora import add_lora
 
-    cuda = torch.device("cuda", torch.cuda.current_device())
+    family, *stored = name.split()
     wide: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
     wide |= {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096}
+    model = in_few_bits(tiny_model(family, **wide).to(torch.bfloat16), stored)
+    if not shared or "nf4" in stored:  # what is in 4 bits is where it will be
+        model.to(device)
+    model = add_lora(model, r=8)
+    if "float32" in stored:
+        model.float()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in (p for name, p in model.named_parameters() if "lora_B" in name):
+            parameter.copy_(torch.randn(parameter.shape) * 0.05)
+    if shared:
+        share_layers(model, device, compute=Compute.of(compute))
+    attach(model, PLANS[plan], layers="fused", graph="off", compute=compute)
+    for seed in (0, 1):
+        row = {name: value.to(device) for name, value in packed_row([1, 200, 1847], 2048, seed=seed).items()}
+        model(**row).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    def run(shared: bool, dtype: torch.dtype = torch.bfloat16, compute: str = compute) -> dict[str, Tensor]:
-        model = add_lora(tiny_model(family, **wide).to(torch.bfloat16), r=8).to(dtype)
-        torch.manual_seed(2)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if "lora_B" in name:
-                    p.copy_(torch.randn(p.shape) * 0.05)
-        if shared:
-            share_layers(model, cuda, compute=Compute.of(compute))
-        else:
-            model.to(cuda)
-        attach(model, PLANS[plan], layers="fused", graph="off", compute=compute)
-        for seed in (0, 1):
-            row = {name: value.to(cuda) for name, value in packed_row([1, 200, 1847], 2048, seed=seed).items()}
-            model(**row).loss.backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    expected, exact = run(shared=False), run(shared=False, dtype=torch.float32, compute="dtype")
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "llama fp8", "llama fp8_both", *FEW_BITS])
+def test_gathers_beside_compute_are_waited_for_on_a_gpu(name: str, plan: str, tmp_path: Path) -> None:
+    """One process is enough: its gathers copy, on a stream of their own, into buffers that other layers were in."""
+    run = partial(on_one_process, plan=plan, device=torch.device("cuda", torch.cuda.current_device()))
+    expected = run(name, shared=False, compute=compute_of(name))
+    exact = None if name in FEW_BITS else run(f"{name.split()[0]} float32", shared=False, compute="dtype")
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        found = run(shared=True)
+        found = run(name, shared=True, compute=compute_of(name))
     finally:
         dist.destroy_process_group()
     assert found.keys() == expected.keys()
-    for name, value in expected.items():  # whole weights are merged and multiplied at once, with other roundings
-        assert_three_way(name, found[name], value, exact[name])
+    for key, value in expected.items():  # whole weights are merged and multiplied at once, with other roundings
+        if exact is not None:
+            assert_three_way(key, found[key], value, exact[key])
+        else:
+            assert relative_error(found[key], value) < 0.01, key
