@@ -53,8 +53,9 @@ def test_auto_is_what_the_plan_says(stories: Path, tmp_path: Path, monkeypatch: 
     assert strategy(plain, find(plain), 2, cuda).strategy is Strategy.SHARDED, (
         "what doesn't fit is told by the loaded model"
     )
-    monkeypatch.setattr(module, "smallest_device", lambda device: device_spec("h200"))
-    assert strategy(plain, find(plain), 2, cuda).strategy is Strategy.COPIES
+    for name in ("h200", "gb10"):  # of the latter no rate between two is known
+        monkeypatch.setattr(module, "smallest_device", lambda device, name=name: device_spec(name))
+        assert strategy(plain, find(plain), 2, cuda).strategy is Strategy.COPIES
 
 
 def test_trained_layers_are_copied_where_there_is_room(

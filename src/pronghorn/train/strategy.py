@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from pronghorn.train.weightless import unshared_reason, weightless, work_of
 ROOM = 0.75
 """The share of a device's memory up to which weights leave enough for training."""
 
+ANY_LINK = 1e10
+"""Bytes a second where no rate between GPUs is known: what fits doesn't depend on it."""
 FULL_SHARE = 8
 """Masters, gradients and AdamW's states of full fine-tuning against weights in 16 bits."""
 
@@ -73,6 +76,7 @@ def planned(recipe: Recipe, found: FoundModel, processes: int, device: DeviceSpe
     budget = None if recipe.memory.budget is None else parse_bytes(recipe.memory.budget, "memory.budget")
     setup = work_of(recipe, handle, autocast_dtype(recipe))
     dims, asked = dims_of(handle.model), handle.plan
+    device = replace(device, link=device.link or ANY_LINK)
     return choose(dims, setup, device, processes, budget_bytes=budget, asked=asked, strategy=wanted).chosen
 
 
