@@ -15,6 +15,7 @@ from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import ApiKey, Checkpoints, Debug, Method, Overrides, Seed, Timeout, progress
 from pronghorn.cli.served import verify_served
+from pronghorn.errors import ConfigError
 
 ROWS, SUPERVISED = 4, 0.7
 """Rows of random documents with --model, and the share of each document that has labels."""
@@ -84,8 +85,6 @@ def verify(
       pronghorn verify --served http://127.0.0.1:8000 runs/mine
     """
     with plain_errors(debug):
-        from pronghorn.errors import ConfigError
-
         if served is not None:
             verify_served(recipe, overrides, served, model, format, dtype == "float32", timeout, api_key, as_json)
             return
@@ -134,6 +133,9 @@ def _without_recipe(
 
     check_model(model)
     path = checkpoint_of(model, folder.resolve(), seed)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if tokens > (limit := getattr(config, "max_position_embeddings", None) or tokens):
+        raise ConfigError(f"--tokens {tokens} > {limit}, the positions of {model}", f"use --tokens {limit} or fewer")
     settings = Recipe.model_validate(
         {
             "model": {"name": str(path), "max_seq_length": tokens, "load_in_4bit": method == "qlora"},
@@ -143,7 +145,6 @@ def _without_recipe(
             "precision": numbers,
         }
     )
-    vocab = AutoConfig.from_pretrained(path, trust_remote_code=False).vocab_size
     rng = random.Random(seed)
-    documents = [d for _ in range(ROWS) for d in random_documents(tokens, vocab, SUPERVISED, rng)]
+    documents = [d for _ in range(ROWS) for d in random_documents(tokens, config.vocab_size, SUPERVISED, rng)]
     return settings, [{"input_ids": d.input_ids, "labels": d.labels} for d in documents]
