@@ -16,7 +16,7 @@ import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
-from pronghorn.export.gguf import check_quantisations, left_out, write_gguf
+from pronghorn.export.gguf import check_quantisations, left_out, read_tokenizer, write_gguf
 from pronghorn.export.hub import push_folder
 from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.towers import keep_names
@@ -273,6 +273,7 @@ class FastLanguageModel:
         if tokenizer is None:
             raise ConfigError("a GGUF file holds the tokenizer, and none is given", "give it as the second argument")
         check_quantisations(methods)
+        read_tokenizer(tokenizer)
         refuse_filled(Path(save_directory))
         if (told := left_out(model)) is not None:
             warnings.warn(told, stacklevel=2)
