@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from pronghorn.compute_names import ComputeName
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.export.gguf import check_quantisations, left_out, read_tokenizer, write_gguf
@@ -71,7 +72,7 @@ class FastLanguageModel:
         *,
         full_finetuning: bool = False,
         attention: Attention = "auto",
-        compute: Literal["dtype", "fp8", "fp8_both", "fp8_exact"] = "dtype",
+        compute: ComputeName = "dtype",
         experts_in_16bit: bool = False,
         trust_remote_code: bool = False,
         token: str | None = None,

@@ -15,6 +15,7 @@ from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import ApiKey, Checkpoints, Debug, Method, Overrides, Seed, Timeout, progress
 from pronghorn.cli.served import verify_served
+from pronghorn.compute_names import ComputeName
 from pronghorn.errors import ConfigError
 
 ROWS, SUPERVISED = 4, 0.7
@@ -50,10 +51,7 @@ def verify(
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="With --model: in what numbers. With --served float32 is what the server computes in."),
     ] = "auto",
-    compute: Annotated[
-        Literal["dtype", "fp8", "fp8_both", "fp8_exact"],
-        typer.Option(help="With --model: in what frozen weights multiply."),
-    ] = "dtype",
+    compute: Annotated[ComputeName, typer.Option(help="With --model: in what frozen weights multiply.")] = "dtype",
     tokens: Annotated[int, typer.Option(min=16, help="Of the first packed row; the second has half as many.")] = 2048,
     seed: Seed = 0,
     checkpoints: Checkpoints = None,
