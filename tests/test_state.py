@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,35 @@ def test_leftovers_go_and_what_was_put_aside_comes_back(tmp_path: Path) -> None:
     (tmp_path / ".kept").write_text("x")
     state.clear_leftovers(tmp_path, lambda folder: True)
     assert sorted(os.listdir(tmp_path)) == [".kept", "c", "d"]
+
+
+KILLED = """
+import pathlib, sys
+from pronghorn import state
+with state.new_folder(pathlib.Path(sys.argv[1])) as folder:
+    (folder / "weights").write_text("half")
+    (folder.parent / "scratch").mkdir()
+    print("writes", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one_and_not_before(tmp_path: Path) -> None:
+    target, pipe = tmp_path / "out", subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(target)], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "writes\n"
+        [living] = tmp_path.iterdir()
+        with pytest.raises(RuntimeError), state.new_folder(target):
+            raise RuntimeError
+        state.clear_leftovers(tmp_path)
+        assert list(tmp_path.iterdir()) == [living] and (living / "out" / "weights").read_text() == "half"
+        process.kill()
+    with state.new_folder(tmp_path / "other"):
+        pass
+    assert living.exists(), "of another target"
+    with state.new_folder(target) as folder:
+        (folder / "weights").write_text("whole")
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"] and os.listdir(target) == ["weights"]
 
 
 def test_a_lock_is_held_by_one(tmp_path: Path) -> None:

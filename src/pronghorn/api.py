@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from pronghorn.compute_names import ComputeName
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.export.folder import whole_folder
-from pronghorn.export.gguf import check_quantisations, left_out, write_gguf
+from pronghorn.export.folder import refuse_filled, whole_folder
+from pronghorn.export.gguf import check_quantisations, left_out, read_tokenizer, write_gguf
 from pronghorn.export.hub import push_folder
 from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.towers import keep_names
@@ -71,7 +72,7 @@ class FastLanguageModel:
         *,
         full_finetuning: bool = False,
         attention: Attention = "auto",
-        compute: Literal["dtype", "fp8", "fp8_both", "fp8_exact"] = "dtype",
+        compute: ComputeName = "dtype",
         experts_in_16bit: bool = False,
         trust_remote_code: bool = False,
         token: str | None = None,
@@ -273,12 +274,13 @@ class FastLanguageModel:
         if tokenizer is None:
             raise ConfigError("a GGUF file holds the tokenizer, and none is given", "give it as the second argument")
         check_quantisations(methods)
+        read_tokenizer(tokenizer)
+        refuse_filled(Path(save_directory))
         if (told := left_out(model)) is not None:
             warnings.warn(told, stacklevel=2)
-        with tempfile.TemporaryDirectory(prefix="pronghorn-gguf-") as scratch:
+        with whole_folder(Path(save_directory)) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             merged = save_merged(model, tokenizer, Path(scratch) / "merged", dtype=dtype_before_gguf(model))
-            with whole_folder(Path(save_directory)) as folder:
-                names = [write_gguf(merged, folder / f"model-{method}.gguf", method).name for method in methods]
+            names = [write_gguf(merged, folder / f"model-{method}.gguf", method).name for method in methods]
         return [Path(save_directory) / name for name in names]
 
     @staticmethod

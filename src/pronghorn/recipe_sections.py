@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from pronghorn.compute_names import ComputeName
 from pronghorn.errors import ConfigError
 from pronghorn.optimizers import OptimizerName
 from pronghorn.recipe_values import (
@@ -289,7 +290,7 @@ class Precision(Section):
     tf32: bool = Field(
         False, description="round float32 products to tf32 on Ampere and newer: faster, ten bits instead of 23"
     )
-    compute: Literal["dtype", "fp8", "fp8_both", "fp8_exact"] = Field(
+    compute: ComputeName = Field(
         "dtype",
         description="in what frozen linears and experts multiply: dtype, or in 8 bits by rows (Ada and newer, packed "
         "rows, LoRA). fp8: input gradients; fp8_both: the forward, too; fp8_exact: both, summed exactly. "

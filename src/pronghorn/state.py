@@ -8,6 +8,7 @@ in `.tmp`, so `clear_leftovers` finds what a killed process left behind.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from typing import IO, Any
 from pronghorn.errors import ConfigError, DataError
 
 MANIFEST = "manifest.json"
+_HELD = "held"
+"""The file in a temporary folder that its process locks, so that what a dead one left is known."""
 _TEMPORARY = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
 _CHUNK = 2**20
 """Bytes that a digest reads at a time: they stay in the processor's cache, which 2**24 in new memory took four times
@@ -98,25 +101,33 @@ def read_json(path: Path, schema: str, remedy: str) -> dict[str, Any]:
 def new_folder(target: Path) -> Iterator[Path]:
     """Make a temporary folder beside `target` and move it into `target`'s place when the block ends well.
 
-    An earlier `target` stays as it was until then, and after an exception. A link at `target` stays a link.
+    An earlier `target` stays as it was until then, and after an exception. A link at `target` stays a link. What a
+    killed process left of the same target is deleted first.
 
     Yields:
-        The folder to write into.
+        The folder to write into. Its parent is temporary, too: scratch files have their place there.
     Raises:
         OSError: the folder can't be made or moved.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = _temporary(target, "tmp")
-    folder.mkdir()
+    for path in target.parent.iterdir():
+        found = _TEMPORARY.fullmatch(path.name)
+        if found is None or found["target"] != target.name or not path.is_dir():
+            continue
+        if _is_dead(path) or (found["kind"] == "old" and target.exists()):
+            shutil.rmtree(path, ignore_errors=True)
+    around = _temporary(target, "tmp")
+    folder = around / target.name
+    folder.mkdir(parents=True)
     try:
-        yield folder
-        for path in [*folder.rglob("*"), folder]:
-            flush(path)
-        move_into_place(folder, target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        with _held(around):
+            yield folder
+            for path in [*folder.rglob("*"), folder]:
+                flush(path)
+            move_into_place(folder, target)
+    finally:
+        shutil.rmtree(around, ignore_errors=True)
 
 
 def move_into_place(folder: Path, target: Path) -> None:
@@ -155,6 +166,8 @@ def clear_leftovers(folder: Path, is_whole: Callable[[Path], bool] | None = None
         if found is None:
             continue
         target = path.with_name(found["target"])
+        if (path / _HELD).is_file() and not _is_dead(path):
+            continue  # an export into the folder, which doesn't hold the folder's lock
         if found["kind"] == "old" and is_whole is not None and not target.exists() and is_whole(path):
             path.rename(target)
         elif path.is_dir() and not path.is_symlink():
@@ -271,6 +284,27 @@ def flush(path: Path) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Lock the file in a temporary folder that tells others that its process lives; not where a disk has no locks."""
+    made = folder / f"{_HELD}.new"
+    with made.open("wb") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            made.rename(folder / _HELD)  # locked from the moment that it has its name
+        yield
+
+
+def _is_dead(folder: Path) -> bool:
+    """Tell whether the process that wrote into a temporary folder is known to be gone."""
+    try:
+        with (folder / _HELD).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:  # locked; or it isn't there, or can't be locked, and nothing is known
+        return False
 
 
 def _temporary(target: Path, kind: str) -> Path:

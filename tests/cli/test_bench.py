@@ -83,6 +83,26 @@ def test_products_in_8_bits_may_be_further_from_plain_s_in_16(
     assert limits[0] < apart < limits[1]
 
 
+@pytest.mark.parametrize("command", ["bench", "verify", "profile"])
+@pytest.mark.parametrize("token", ["eos_token", "pad_token"])
+def test_tokens_without_an_embedding_are_answered_as_by_train(
+    recipe: Path, stories: Path, tmp_path: Path, command: str, token: str
+) -> None:
+    """One that is trained is refused by every command that makes a step, and one that only pads does no harm."""
+    model = shutil.copytree(stories, tmp_path / "model", copy_function=shutil.copyfile)
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {token: "<end>"}))
+    few = {"bench": ["--steps", "2", "--warmup", "1"], "profile": ["--steps", "1"]}.get(command, ["--tokens", "64"])
+    done = CliRunner().invoke(app, [command, str(recipe), f"model.name={model}", *few], env={"COLUMNS": "160"})
+    if token == "pad_token":
+        assert done.exit_code == 0, done.output
+        return
+    assert (
+        done.exit_code == 1 and "holds the token '<end>' of id 512, and the model has embeddings of 512" in done.output
+    )
+    assert "remedy: take the model's own tokenizer" in done.output
+
+
 def test_documents_that_see_each_other_are_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row whose documents are one to Pronghorn has another loss: its time would be of other work."""
     collator = speed.Collator.__call__

@@ -186,6 +186,13 @@ def test_other_errors_of_the_system_keep_their_traceback(recipe: Path, fake_run:
     assert invoke("train", str(recipe)).exception is error
 
 
+def test_too_many_tokens_are_refused_by_the_option_that_says_them() -> None:
+    result = invoke("verify", "--model", "tiny", "--tokens", "9999999")
+    assert result.exit_code == 1 and "max_seq_length" not in result.stderr
+    said = "error: --tokens 9999999 > 8192, the positions of tiny\nremedy: use --tokens 8192 or fewer\n"
+    assert result.stderr.endswith(said)
+
+
 @pytest.mark.parametrize("seed", ["-1", str(2**32)])
 def test_seeds_that_numpy_refuses(seed: str) -> None:
     result = invoke("verify", "--model", "tiny", "--tokens", "32", "--seed", seed)

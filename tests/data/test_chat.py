@@ -179,7 +179,7 @@ def test_overflow() -> None:
     long = Document([1, 2, 3, 4], [-100, -100, 3, 4], "chat.jsonl line 9")
     late = Document([1, 2, 3, 4], [-100, -100, -100, 4])
     assert fit([short, short], 2).documents == [short, short]
-    with pytest.raises(DataError, match=r"^chat.jsonl line 9 has 4 tokens > max_seq_length 3: raise max_"):
+    with pytest.raises(DataError, match=r"^chat.jsonl line 9 has 4 tokens > max_seq_length 3: raise model.max_"):
         fit([short, long], 3)
     dropped = fit([short, long, late], 3, "drop")
     assert (dropped.documents, dropped.dropped, dropped.truncated) == ([short], 2, 0)

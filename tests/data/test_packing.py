@@ -96,10 +96,10 @@ def test_seeds_give_other_rows_in_another_order_but_as_many() -> None:
 @pytest.mark.parametrize(
     ("lengths", "capacity", "message"),
     [
-        ([3, 9, 2], 8, "document 1 has 9 tokens > row length 8: raise the row length"),
+        ([3, 9, 2], 8, "document 1 has 9 tokens > row length 8: raise max_length in SFTConfig"),
         ([3, 0], 8, "document 1 has 0 tokens, fewer than 1: drop it"),
         ([-1], 8, "document 0 has -1 tokens"),
-        ([1], 0, "row length 0 <= 0: set model.max_seq_length"),
+        ([1], 0, "row length 0 <= 0: give row_tokens"),
     ],
 )
 def test_bad_lengths_are_refused(lengths: list[int], capacity: int, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def test_mxfp4_is_what_the_package_computes() -> None:
 
 def test_experts_in_mxfp4_come_out_as_they_were(tmp_path: Path) -> None:
     tensors = mxfp4_checkpoint(tmp_path / "base", vocab_size=512)
+    add_a_merge(tmp_path / "base")
     model, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "base"), max_seq_length=64, dtype="bfloat16")
     merged = model_folder(model, tokenizer, tmp_path / "merged")
     file = write_gguf(merged, tmp_path / "model.gguf", "mxfp4")
@@ -60,6 +62,15 @@ def test_experts_in_mxfp4_come_out_as_they_were(tmp_path: Path) -> None:
         assert torch.equal(again, expected.mT)
     with pytest.raises(ConfigError, match="mxfp4 is of experts, and llama has none"):
         write_gguf(model_folder(tiny_model("llama", vocab_size=512), tokenizer, tmp_path / "llama"), file, "mxfp4")
+
+
+def add_a_merge(folder: Path) -> None:
+    """Give a byte-level tokenizer, which isn't written without merges, one."""
+    file = folder / "tokenizer.json"
+    told = json.loads(file.read_text())
+    told["model"]["vocab"]["ab"] = len(told["model"]["vocab"])
+    told["model"]["merges"] = [["a", "b"]]
+    file.write_text(json.dumps(told))
 
 
 def model_folder(model: Any, tokenizer: Any, folder: Path) -> Path:
@@ -163,6 +174,7 @@ def test_of_a_model_with_towers_the_language_model_is_written(
     monkeypatch.setitem(COMPOSITES[kind], "text_config", text)
     whole, alone = tmp_path / "whole" / "model", tmp_path / "alone" / "model"
     write_composite(whole, kind)
+    add_a_merge(whole)
     composite = Composite.of(whole, AutoConfig.from_pretrained(whole))
     assert composite is not None
     model = AutoModelForCausalLM.from_config(composite.text_config())

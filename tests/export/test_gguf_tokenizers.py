@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
+from pronghorn import FastLanguageModel
+from pronghorn.errors import UnsupportedError
 from pronghorn.export import gguf
 from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
@@ -53,3 +56,37 @@ def test_a_part_of_an_answer_does_not_end_it(tmp_path: Path) -> None:
         folder = saved(tokenizer, tmp_path / family, family)
         own = AutoTokenizer.from_pretrained(folder)
         assert ("<|end|>" in own.convert_ids_to_tokens(stop_tokens(folder, own))) is ends
+
+
+def without_merges(pieces: bool) -> Any:
+    tokens = ["<unk>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=pieces))
+    if not pieces:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def of_model(model: Any) -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "kind"),
+    [
+        (without_merges(pieces=False), "a BPE tokenizer without merges"),
+        (without_merges(pieces=True), "a BPE tokenizer without merges"),
+        (of_model(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0)], 0)), "a Unigram tokenizer"),
+        (of_model(models.WordPiece({"[UNK]": 0, "</s>": 1, "a": 2}, unk_token="[UNK]")), "a WordPiece tokenizer"),
+        (ByT5Tokenizer(), "a ByT5Tokenizer, without tokenizer.json,"),
+    ],
+)
+def test_a_tokenizer_that_no_reader_would_take_is_refused_before_anything_is_merged(
+    tokenizer: Any, kind: str, stories: Path, tmp_path: Path
+) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, dtype="float32")
+    with pytest.raises(UnsupportedError, match=f"^{kind} is not written as GGUF.*: export it merged"):
+        model.save_pretrained_gguf(tmp_path / "gguf", tokenizer)
+    with pytest.raises(UnsupportedError, match=kind):
+        write_gguf(saved(tokenizer, tmp_path / "whole"), tmp_path / "model.gguf")
+    assert not (tmp_path / "gguf").exists() and not (tmp_path / "model.gguf").exists()

@@ -272,6 +272,9 @@ def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) 
     assert [file.name for file in files] == ["model-q8_0.gguf", "model-f16.gguf"] and all(map(Path.is_file, files))
     with pytest.raises(ConfigError, match="holds the tokenizer, and none is given"):
         model.save_pretrained_gguf(tmp_path / "none")
+    with pytest.raises(ConfigError, match="gguf is there already"):
+        model.save_pretrained_gguf(tmp_path / "gguf", tokenizer)
+    assert all(map(Path.is_file, files)) and [path.name for path in tmp_path.iterdir()] == ["gguf"]
 
 
 # ---- pronghorn export ----

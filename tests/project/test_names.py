@@ -91,3 +91,9 @@ def test_no_two_files_of_tests_have_the_same_name() -> None:
     """pytest imports them by their name alone, and refuses to collect the second."""
     names = [path.name for path in TESTS.rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_the_names_of_computes_are_listed_once() -> None:
+    """What a recipe, a command and a script take is made of one list."""
+    listing = [path.name for path in SOURCE.rglob("*.py") if '"fp8_exact"' in path.read_text(encoding="utf-8")]
+    assert listing == ["compute_names.py"]

@@ -995,7 +995,7 @@ def test_row_lengths(stories: Path, documents: Dataset, tmp_path: Path) -> None:
         SFTTrainer(model, config(tmp_path, max_length=129), train_dataset=documents, tokenizer=tokenizer)
     trainer = SFTTrainer(model, config(tmp_path, max_length=None), train_dataset=documents, tokenizer=tokenizer)
     assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (1, ROW)
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="> row length 16: raise max_length in SFTConfig"):
         SFTTrainer(model, config(tmp_path, max_length=16), train_dataset=documents, tokenizer=tokenizer)
     with pytest.raises(UnsupportedError, match="given by name"):
         SFTTrainer(str(stories), config(tmp_path), train_dataset=documents)

@@ -15,6 +15,8 @@ from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import ApiKey, Checkpoints, Debug, Method, Overrides, Seed, Timeout, progress
 from pronghorn.cli.served import verify_served
+from pronghorn.compute_names import ComputeName
+from pronghorn.errors import ConfigError
 
 ROWS, SUPERVISED = 4, 0.7
 """Rows of random documents with --model, and the share of each document that has labels."""
@@ -49,10 +51,7 @@ def verify(
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="With --model: in what numbers. With --served float32 is what the server computes in."),
     ] = "auto",
-    compute: Annotated[
-        Literal["dtype", "fp8", "fp8_both", "fp8_exact"],
-        typer.Option(help="With --model: in what frozen weights multiply."),
-    ] = "dtype",
+    compute: Annotated[ComputeName, typer.Option(help="With --model: in what frozen weights multiply.")] = "dtype",
     tokens: Annotated[int, typer.Option(min=16, help="Of the first packed row; the second has half as many.")] = 2048,
     seed: Seed = 0,
     checkpoints: Checkpoints = None,
@@ -84,8 +83,6 @@ def verify(
       pronghorn verify --served http://127.0.0.1:8000 runs/mine
     """
     with plain_errors(debug):
-        from pronghorn.errors import ConfigError
-
         if served is not None:
             verify_served(recipe, overrides, served, model, format, dtype == "float32", timeout, api_key, as_json)
             return
@@ -134,6 +131,9 @@ def _without_recipe(
 
     check_model(model)
     path = checkpoint_of(model, folder.resolve(), seed)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if tokens > (limit := getattr(config, "max_position_embeddings", None) or tokens):
+        raise ConfigError(f"--tokens {tokens} > {limit}, the positions of {model}", f"use --tokens {limit} or fewer")
     settings = Recipe.model_validate(
         {
             "model": {"name": str(path), "max_seq_length": tokens, "load_in_4bit": method == "qlora"},
@@ -143,7 +143,6 @@ def _without_recipe(
             "precision": numbers,
         }
     )
-    vocab = AutoConfig.from_pretrained(path, trust_remote_code=False).vocab_size
     rng = random.Random(seed)
-    documents = [d for _ in range(ROWS) for d in random_documents(tokens, vocab, SUPERVISED, rng)]
+    documents = [d for _ in range(ROWS) for d in random_documents(tokens, config.vocab_size, SUPERVISED, rng)]
     return settings, [{"input_ids": d.input_ids, "labels": d.labels} for d in documents]

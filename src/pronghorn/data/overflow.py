@@ -9,6 +9,7 @@ from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.errors import ConfigError, DataError
 
 Overflow = Literal["error", "drop", "truncate", "split"]
+_RAISE = "raise model.max_seq_length"  # recipes alone come here: TRL cuts the documents of scripts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow =
         DataError: an overlong document with "error"; nothing is left. ConfigError: rows too short to split.
     """
     if overflow == "split" and max_seq_length < 2:
-        raise ConfigError(f"max_seq_length {max_seq_length} < 2 with data.overflow: split", "raise max_seq_length")
+        raise ConfigError(f"max_seq_length {max_seq_length} < 2 with data.overflow: split", _RAISE)
     fitting: list[Document] = []
     dropped = truncated = split = dropped_pieces = number = 0
     for number, document in enumerate(documents, 1):
@@ -44,7 +45,7 @@ def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow =
             raise DataError(
                 f"{document.source or f'document {number}'} has {len(document)} tokens > max_seq_length "
                 f"{max_seq_length}",
-                "raise max_seq_length or set data.overflow to drop, truncate or split",
+                f"{_RAISE} or set data.overflow to drop, truncate or split",
             )
         elif overflow == "split":
             pieces = _pieces(document, max_seq_length)
@@ -62,7 +63,7 @@ def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow =
     if not fitting and not others:
         raise DataError(
             f"none of {number} documents is left at max_seq_length {max_seq_length} with data.overflow: {overflow}",
-            "raise max_seq_length",
+            _RAISE,
         )
     return Fitted(fitting, dropped, truncated, split, dropped_pieces)
 

@@ -128,12 +128,12 @@ def packing_ceiling(lengths: Sequence[int], capacity: int) -> float:
 
 def _check(lengths: Sequence[int], capacity: int) -> None:
     if capacity <= 0:
-        raise DataError(f"row length {capacity} <= 0", "set model.max_seq_length to a positive number of tokens")
+        raise DataError(f"row length {capacity} <= 0", "give row_tokens, the tokens of a row, of 1 or more")
     for index, length in enumerate(lengths):
         if length <= 0:
             raise DataError(f"document {index} has {length} tokens, fewer than 1", "drop it before packing")
         if length > capacity:
             raise DataError(
                 f"document {index} has {length} tokens > row length {capacity}",
-                "raise the row length (max_seq_length), or shorten the document",
+                "raise max_length in SFTConfig (row_tokens of PackedRows), or shorten the document",
             )

@@ -23,7 +23,14 @@ from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.engines.vllm import serve_vllm
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
-from pronghorn.export.gguf import check_quantisations, left_out, stop_tokens, write_gguf, written_family
+from pronghorn.export.gguf import (
+    check_quantisations,
+    left_out,
+    read_tokenizer,
+    stop_tokens,
+    write_gguf,
+    written_family,
+)
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.gguf_rope import rope_note
 from pronghorn.export.merge import dtype_before_gguf, save_merged
@@ -144,6 +151,8 @@ def export_run(
     on_cpu = exported.device.type == "cpu"
     if to in ("gguf", "gguf-lora", "ollama"):
         written_family(base_causal_lm(exported).config)
+        if to != "gguf-lora":
+            read_tokenizer(tokenizer)
         unlike = rope_note(base_causal_lm(exported).config)
         notes += [note for note in (left_out(exported) if to != "gguf-lora" else None, unlike) if note]
     if vllm is not None and to != "merged" and not _base_is_a_checkpoint(exported):

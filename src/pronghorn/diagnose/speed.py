@@ -26,6 +26,7 @@ from pronghorn.models.auto_plan import resolve
 from pronghorn.models.families import recompute_layers
 from pronghorn.train.build import attach_options, autocast_dtype, load
 from pronghorn.train.documents import find, prepare, tokenizer_for
+from pronghorn.train.validate import check_ids, padding_token
 
 BATCHES = 4
 """Different micro-batches: repeating one would let caches fit themselves to it."""
@@ -78,9 +79,11 @@ def compare(recipe: Recipe, console: Console, steps: int, warmup: int) -> Compar
     tokenizer = tokenizer_for(recipe, found_model)
     packed = PackedRows(prepare(recipe, "train", tokenizer, console).dataset, row_tokens, recipe.data_seed)
     model, handle = load(recipe, found_model, tokenizer, console)
+    check_ids("data.train", packed, tokenizer, model)
     autocast = autocast_dtype(recipe)
     plan = resolve(handle, rows, row_tokens, packs=True, autocast=autocast, accumulates=False)
-    collate, indices = Collator(row_tokens, tokenizer.pad_token_id), cycle(range(len(packed)))
+    collate = Collator(row_tokens, padding_token(tokenizer.pad_token_id, model))
+    indices = cycle(range(len(packed)))
     batches = [collate([packed[index] for index in islice(indices, rows)]) for _ in range(BATCHES)]
     batches = [{name: value.to(model.device) for name, value in batch.items()} for batch in batches]
     plain = [{name: x for name, x in batch.items() if name != "packed"} | {"use_cache": False} for batch in batches]

@@ -22,6 +22,7 @@ from pronghorn.models.load import default_device, resolve_dtype
 from pronghorn.precision.compute import Compute
 from pronghorn.train.build import attach_options, autocast_dtype, load
 from pronghorn.train.documents import find, prepare, tokenizer_for
+from pronghorn.train.validate import check_ids, padding_token
 
 DOCUMENTS_A_ROW = 3
 """At least: longer documents are cut to their last tokens, where the answer is."""
@@ -88,11 +89,14 @@ def subject_of(
     limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
     full = recipe.adapter.method == "full"
     plan: Plan | None = None
+    pad = 0
 
     def build() -> Any:
         """Its plan is made here, as training's: when nothing else is on the card, and for training's rows."""
-        nonlocal plan
+        nonlocal plan, pad
         model, handle = load(recipe, found, tokenizer, quiet)
+        check_ids("data.train", documents, tokenizer, model)
+        pad = padding_token(tokenizer.pad_token_id, model)
         plan = resolve(
             handle,
             recipe.packing.rows_per_step,
@@ -111,7 +115,7 @@ def subject_of(
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Pad rows to what the plan has room for; only the probe of a window is longer."""
         length = max(tokens, sum(len(row["input_ids"]) for row in rows))
-        return Collator(length, tokenizer.pad_token_id or 0)(rows)
+        return Collator(length, pad)(rows)
 
     def reload(folder: Path) -> Any:
         if not full:

@@ -228,6 +228,22 @@ def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
     return [stop for stop in dict.fromkeys(stops) if stop is not None]
 
 
+def read_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Return what `tokenizer.json` says of a tokenizer.
+
+    Raises:
+        UnsupportedError: it is of a kind that isn't written as GGUF.
+    """
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        raise UnsupportedError(f"a {type(tokenizer).__name__}, without tokenizer.json, is not written as GGUF", SERVE)
+    told: dict[str, Any] = json.loads(backend.to_str())
+    if told["model"]["type"] != "BPE":
+        raise UnsupportedError(f"a {told['model']['type']} tokenizer is not written as GGUF here", MERGE)
+    if not told["model"]["merges"]:  # without them no reader takes a byte-level one; of others it would make some up
+        raise UnsupportedError("a BPE tokenizer without merges is not written as GGUF", SERVE)
+    return told
+
+
 def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, stops: list[int]) -> None:
     """Write the vocabulary, how text is split, special tokens, every stop token and the chat template.
 
@@ -236,10 +252,8 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, st
     """
     from gguf import TokenType
 
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend = read_tokenizer(tokenizer)
     model = backend["model"]
-    if model["type"] != "BPE":
-        raise UnsupportedError(f"a {model['type']} tokenizer is not written as GGUF here", MERGE)
     pieces = model["byte_fallback"]  # SentencePiece's; otherwise byte-level
     tokens, types = _vocabulary(tokenizer, model["vocab"], config.vocab_size, pieces)
     for index in tokenizer.convert_tokens_to_ids([token for token in form.shown if token in tokens]):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import get_args
 
 import torch
 
+from pronghorn.compute_names import ComputeName
 from pronghorn.errors import ConfigError, UnsupportedError
 
 CAPABILITY = (8, 9)
@@ -17,14 +19,9 @@ MULTIPLE = 16
 class Compute(StrEnum):
     """In what the products of frozen weights are computed: of the forward pass, and of its input's gradient."""
 
-    DTYPE = "dtype"
-    """The model's dtype."""
-    FP8 = "fp8"
-    """Input gradients in e4m3 with a scale a row, by the tensor cores' fast sums; the forward in the model's dtype."""
-    FP8_BOTH = "fp8_both"
-    """The forward in 8 bits, too."""
-    FP8_EXACT = "fp8_exact"
-    """As fp8_both, summed exactly, about 9 % slower a product."""
+    DTYPE, FP8, FP8_BOTH, FP8_EXACT = get_args(ComputeName)
+    """The model's dtype; input gradients in e4m3 with a scale a row, by the tensor cores' fast sums, and the forward in
+    the model's dtype; the forward in 8 bits, too; and both summed exactly, about 9 % slower a product."""
 
     @classmethod
     def of(cls, name: str) -> Compute:

@@ -167,7 +167,7 @@ def _build(
     control.hang_up = lambda: setattr(console, "quiet", True)
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = make_trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress], args)
-    check_ids("data.eval", heldout, tokenizer, model.get_input_embeddings().weight.shape[0])
+    check_ids("data.eval", heldout, tokenizer, model)
     if handle.isolation is not None:
         console.print(f"Probe: {escape(str(handle.isolation))}", highlight=False)
     trainer.recipe, trainer.checked = recipe_hash(recipe), newest

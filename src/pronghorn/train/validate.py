@@ -151,20 +151,29 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
 
 
 def check_tokens(trainer: Any) -> None:
-    """Refuse documents with tokens that the trainer's model has no embedding of, and let token 0 pad where the padding
-    token has none: nothing attends to it."""
-    rows = base_causal_lm(trainer.model).get_input_embeddings().weight.shape[0]
+    """Refuse documents with tokens that the trainer's model has no embedding of, and pad by one that it has."""
     for name in ("train_dataset", "eval_dataset"):
         given = getattr(trainer, name)
         for dataset in given.values() if isinstance(given, dict) else [given]:
-            check_ids(name, dataset, trainer.processing_class, rows)
-    if (trainer.data_collator.pad_token_id or 0) >= rows:
-        trainer.data_collator.pad_token_id = 0
+            check_ids(name, dataset, trainer.processing_class, trainer.model)
+    trainer.data_collator.pad_token_id = padding_token(trainer.data_collator.pad_token_id, trainer.model)
 
 
-def check_ids(name: str, dataset: Any, tokenizer: Any, rows: int) -> None:
-    """Refuse documents with ids from `rows` on, of which there are no embeddings. Only where the tokenizer has such are
-    they looked through."""
+def padding_token(asked: int | None, model: Any) -> int:
+    """Return the token that pads: 0 where none is `asked` for, or the model has no embedding of it. Nothing attends to
+    it."""
+    return asked if asked is not None and asked < _embedded(model) else 0
+
+
+def _embedded(model: Any) -> int:
+    rows: int = base_causal_lm(model).get_input_embeddings().weight.shape[0]
+    return rows
+
+
+def check_ids(name: str, dataset: Any, tokenizer: Any, model: Any) -> None:
+    """Refuse documents with tokens that the model has no embedding of. Only where the tokenizer has such are they
+    looked through."""
+    rows = _embedded(model)
     documents = getattr(dataset, "documents", dataset)
     if not isinstance(documents, Dataset) or not hasattr(tokenizer, "get_vocab"):
         return
