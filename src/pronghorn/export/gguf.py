@@ -46,7 +46,7 @@ K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", 
 QUANTISER = "llama-quantize"
 _CARRIER = "ik_llama_cpp"
 """A package with that program in its folder bin (`pip install ik-llama-cpp-python`, of a fork of llama.cpp)."""
-SERVE = "export it merged (--to merged), and serve that with vLLM or SGLang"
+SERVE = "export it merged (--to merged, in scripts save_pretrained_merged), and serve that with vLLM or SGLang"
 _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>")
 
 

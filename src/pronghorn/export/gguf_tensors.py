@@ -17,7 +17,10 @@ from pronghorn.families.gguf_spec import Gguf, Part, Rows
 from pronghorn.families.spec import FamilySpec
 from pronghorn.precision.loader import StoredTensor
 
-MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
+MERGE = (
+    "export it merged (--to merged, in scripts save_pretrained_merged), and convert that with llama.cpp's "
+    "convert_hf_to_gguf.py"
+)
 
 
 def parts_of(name: str, table: Any, config: Any, family: FamilySpec) -> Sequence[Part]:
