@@ -15,7 +15,7 @@ from pronghorn.errors import PronghornError
 from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.memory.plan import Plan
 from pronghorn.memory.sharded import BUFFERS, sharded
-from pronghorn.models.attach import attach
+from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.share import share_layers
 from pronghorn.parity.distance import relative_error
@@ -141,6 +141,10 @@ def worker(cases: list[tuple[str, str, str]], rank: int, folder: Path) -> None:
     model = adapted("llama")
     share_layers(model, cpu)
     torch.save(refusals(model, folder / f"merged-{rank}"), folder / f"refused-{rank}.pt")
+    model = adapted("qwen3_moe fp8")
+    share_layers(model, cpu, compute=Compute.FP8)
+    found = gradients(model, "fused", None, "fp8")
+    torch.save({"report": str(attached(model).report), "gradients": found}, folder / f"experts-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +175,16 @@ def test_shared_layers_give_the_gradients_of_whole_ones(shared_runs: Path, case:
         stored = 0.6 if name == "qwen2 fp8_both" else 1.0  # a byte of two, and the norms
         assert found["bytes"] <= 1.1 * stored * (whole / WORLD + BUFFERS * layer) + 2**14
         same(found["gradients"], expected)
+
+
+def test_shared_experts_multiply_in_the_models_dtype_and_the_report_says_so(shared_runs: Path) -> None:
+    expected = gradients(adapted("qwen3_moe fp8"), "fused", None, "fp8")  # with experts in 8 bits
+    for rank in range(WORLD):
+        told = torch.load(shared_runs / f"experts-{rank}.pt", weights_only=False)
+        assert "(experts apart: processes share their weights)" in told["report"]
+        assert torch.equal(told["gradients"]["losses"], expected["losses"]), "the forward is in the model's dtype"
+        errors = [relative_error(told["gradients"][name], value) for name, value in expected.items()]
+        assert 0 < max(errors) < 0.1
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -141,13 +141,13 @@ def _whole(gradient: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _in_8_bits(model: Any, compute: str) -> Iterator[None]:
+def _in_8_bits(model: Any, compute: str, experts: bool) -> Iterator[None]:
     """Round the operands of the products that are in 8 bits to these in the reference, too, while the block runs."""
     base = base_causal_lm(model)
     layers = FusedLayers(base.base_model, family_of(base.config), "auto", Compute.of(compute))
     with (
         quantised_products(layers.fp8_products(torch.bfloat16), Compute.of(compute).forward_in_fp8),
-        quantised_experts(layers.fp8_experts(torch.bfloat16), Compute.of(compute).forward_in_fp8),
+        quantised_experts(layers.fp8_experts(torch.bfloat16) if experts else [], Compute.of(compute).forward_in_fp8),
     ):
         yield
 
@@ -156,7 +156,11 @@ def _step(cell: Cell) -> None:
     """Compare loss and every gradient with each document's by itself, without a policy or a strategy."""
     method, base, compute = METHODS[cell.method]
     model, autocast = _model(cell), method == "full" and base == "bf16"
-    rounded = nullcontext() if cell.group == "proven generic" else _in_8_bits(model, compute)
+    rounded = (
+        nullcontext()
+        if cell.group == "proven generic"
+        else _in_8_bits(model, compute, cell.strategy != "shared layers")
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), rounded:
         _, right = one_document_at_a_time(model, BATCH)
         right.backward()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pronghorn.families.spec import Experts
 from pronghorn.kernels.grouped_fp8 import FP8Experts
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.memory.sharded import IN_BUFFER
 from pronghorn.precision.compute import Compute
 
 _LENT = "_pronghorn_codes"
@@ -79,6 +80,8 @@ class ExpertStorage:
                 return "their weights are in 4 bits"
             if weight.requires_grad:
                 return "their weights are trained"
+            if hasattr(weight, IN_BUFFER):
+                return "processes share their weights"
             if weight.dtype is not dtype or dtype.itemsize != 2:
                 return f"their weights are {str(weight.dtype).removeprefix('torch.')}"
         return None

@@ -36,11 +36,6 @@ def kept_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     return int(size + layer.expert_weights * (b if setup.expert_bytes is None else setup.expert_bytes))
 
 
-def unshared_reason(setup: TrainSetup) -> str:
-    """Say why layers are not shared in such a training; empty where they can be."""
-    return setup.unshared or ("experts' copies in 8 bits aren't shared" if setup.fp8_experts else "")
-
-
 def holds_parts_of_gradients(setup: TrainSetup) -> bool:
     """Tell whether a process has room for its parts of the layers' gradients all the time."""
     return setup.processes > 1 and setup.method == "full"

@@ -32,7 +32,7 @@ from pronghorn.memory.devices import DeviceSpec
 from pronghorn.memory.estimate import GIB, ModelDims, TrainSetup, buffer_bytes
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.planner import PlanDoesNotFit, plan, plans_of
-from pronghorn.memory.sharded_bytes import gathered_bytes, kept_bytes, unshared_reason
+from pronghorn.memory.sharded_bytes import gathered_bytes, kept_bytes
 from pronghorn.memory.step_time import StepTimes, step_times
 
 BUCKET_BYTES = 25 * 2**20
@@ -145,8 +145,8 @@ def choose(
         return min(made, key=lambda each: each.step_ms if each.plan else math.inf)
 
     def with_work(strategy: Strategy, work: TrainSetup) -> Candidate:
-        if strategy is Strategy.SHARDED and (reason := unshared_reason(work)):
-            return Candidate(strategy, work, None, 0, 0, 0.0, 0.0, reason)
+        if strategy is Strategy.SHARDED and work.unshared:
+            return Candidate(strategy, work, None, 0, 0, 0.0, 0.0, work.unshared)
         undecided, why = asked is None or asked.undecided, ""
         try:
             made = plan(dims, work, device, budget, times, asked)
@@ -169,7 +169,7 @@ def choose(
     found = [candidate(each) for each in Strategy]
     copies, shards = found
     wanted = next((each for each in found if each.strategy is strategy), None)
-    chosen = wanted or (copies if copies.plan or unshared_reason(setup) else shards)
+    chosen = wanted or (copies if copies.plan or setup.unshared else shards)
     if chosen.plan is None:
         raise _refusal(chosen, dims, setup, times, gpus, budget)
     why = "asked for" if wanted else "every GPU has room for the whole model"
@@ -183,6 +183,7 @@ def _work(dims: ModelDims, setup: TrainSetup, strategy: Strategy, gpus: int) -> 
     if strategy is Strategy.COPIES:
         return replace(setup, distributed=True, accumulates=True)
     accumulates = setup.accumulates or setup.method != "full"  # adapters' gradients are copied once more
+    setup = replace(setup, fp8_experts=False)  # these multiply in the model's dtype then
     if setup.forward_in_fp8 and setup.method == "lora":  # of weights that multiply in 8 bits these alone are kept
         setup = replace(setup, linear_bytes=1.0, own_codes=True)
     return replace(setup, distributed=True, accumulates=accumulates, processes=gpus, graph=False)
@@ -244,7 +245,7 @@ def _refusal(
     """Make the error for a strategy that doesn't fit, with what would."""
 
     def fits(strategy: Strategy, other: TrainSetup, count: int) -> bool:
-        if strategy is Strategy.SHARDED and unshared_reason(other):
+        if strategy is Strategy.SHARDED and other.unshared:
             return False
         made = plans_of(dims, _work(dims, other, strategy, count), times)[-1]
         return made.predicted["process"] <= budget

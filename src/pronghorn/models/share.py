@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.families.spec import Experts
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.layers.linears import base_of
@@ -68,9 +67,6 @@ def _refuse_to_save(folder: Any, **options: Any) -> None:
     raise UnsupportedError(
         "saving of a model of which each process has a part", "save it by its trainer: trainer.save_model(FOLDER)"
     )
-
-
-_NOT_IN_8_BITS = "leave precision.compute out, or use launch.strategy: copies"
 
 
 class SharedLoading:
@@ -134,8 +130,6 @@ def _groups(
     family = check_config(base.config)
     if family.generic:
         return weight_groups(layer, [], elsewhere, trained)
-    if compute.is_fp8 and any(isinstance(block.kind, Experts) for block in family.blocks(layer)):
-        raise UnsupportedError("8-bit products of experts whose weights processes share", _NOT_IN_8_BITS)
     merged = []
     for block in family.blocks(layer):
         groups = [[base_of(layer.get_submodule(block.path(p))) for p in group] for group in block.kind.linears]

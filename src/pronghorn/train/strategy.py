@@ -14,7 +14,6 @@ from pronghorn.memory.estimate import NF4_BYTES
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.memory.strategies import Candidate, Strategy, choose
 from pronghorn.models.auto_plan import dims_of, skeleton, smallest_device
-from pronghorn.models.families import has_experts
 from pronghorn.models.load import FoundModel
 from pronghorn.train.weightless import unshared_reason, weightless, work_of
 
@@ -38,16 +37,14 @@ class Held(NamedTuple):
 def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Held:
     """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses.
 
-    One process holds all of it, and so does each where experts' 8-bit products or an optimiser need whole weights. The
-    plan is for the smallest of the processes' GPUs; all processes call it.
+    One process holds all of it, and so does each where an optimiser needs whole weights. The plan is for the smallest
+    of the processes' GPUs; all processes call it.
     """
     asked = recipe.launch.strategy
-    experts_in_8_bits = recipe.precision.compute != "dtype" and found.config is not None and has_experts(found.config)
-    able = not unshared_reason(recipe) and not experts_in_8_bits
     if processes == 1 or asked == "copies":
         return Held(Strategy.COPIES)
     full = recipe.adapter.method == "full"
-    if device.type != "cuda" or not able or (asked == "sharded" and not full):
+    if device.type != "cuda" or unshared_reason(recipe) or (asked == "sharded" and not full):
         return Held(Strategy.SHARDED if asked == "sharded" else Strategy.COPIES)
     smallest = smallest_device(device)
     try:
