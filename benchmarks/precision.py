@@ -3,7 +3,8 @@
     python -m benchmarks.precision --out result.json
 
 A base is bf16 or NF4, a compute the model's dtype or FP8. Each pair is timed by turns with the others; gradients are
-compared with the same layers in float32.
+compared with the same layers in float32. "bf16 written out" has no codes beside its weights: they are written out for
+each product, as of layers that processes share.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from pronghorn.kernels import nf4, quantise
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
+from pronghorn.precision.fp8 import row_scales
 
-TOKENS = 8192
+TOKENS, WRITTEN_OUT = 8192, "bf16 written out"
 PAIRS = [
     *(("bf16", compute) for compute in ("dtype", "fp8", "fp8_both", "fp8_exact")),
+    (WRITTEN_OUT, "fp8"),
     *(("nf4", compute) for compute in ("dtype", "fp8", "fp8_both")),
 ]
 
@@ -99,6 +102,13 @@ def kernels() -> dict[str, Any]:
             name = f"write codes {shape}" + (" across" if across else "")
             call = lambda s=source, c=inverse, m=made, a=across: nf4.write_codes(s, c, m, a)  # noqa: E731
             entry(name, call, size * 1.516, same)
+        inverse = 1 / row_scales(base)
+        made, again = (torch.empty(columns, rows, dtype=quantise.DTYPE, device="cuda") for _ in range(2))
+        quantise.write_codes_across(base, inverse, made)
+        quantise.write_codes_across_reference(base, inverse, again)
+        same = torch.equal(made.float(), again.float())
+        call = lambda b=base, c=inverse, m=made: quantise.write_codes_across(b, c, m)  # noqa: E731
+        entry(f"write codes of bf16 {shape} across", call, size * 3, same)
         eight = quantise.quantise_rows(base)[0]
         same = torch.equal(quantise.transposed(eight).float(), eight.float().t())
         entry(f"transpose {shape}", lambda e=eight: quantise.transposed(e), 2 * size, same)
@@ -169,6 +179,10 @@ def one(
     if base == "nf4":
         to_nf4(model)
     model = add_lora(model, r=16, lora_alpha=16)
+    if base == WRITTEN_OUT:
+        for name, parameter in model.named_parameters():
+            if name.endswith("base_layer.weight"):
+                setattr(parameter, quantise.ROW_SCALES, row_scales(parameter))
     with torch.no_grad():
         for index, (name, parameter) in enumerate(model.named_parameters()):
             if ".lora_" in name:
