@@ -81,8 +81,8 @@ def run(
         _save_model(current)
         record = _record(current, started, current.trainer.state.log_history, *_evaluate(current, "after"))
         if current.trainer.accelerator.is_main_process:
+            write_cards(record, current.output)  # before the record, after which nothing but the report is made again
             record.write(current.output)
-            write_cards(record, current.output)
             if recipe.report.html:
                 write_report(record, current.output)
     must_have_improved(recipe, record.heldout)
