@@ -670,6 +670,10 @@ def full_disk_to_torch(*_: Any, **__: Any) -> None:
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
 
 
+def too_large_for_safetensors(*_: Any, **__: Any) -> None:
+    raise SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
+
+
 def ctrl_c(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
@@ -682,7 +686,8 @@ def ctrl_c(*_: Any, **__: Any) -> None:
         (full_disk, 2**30, TrainingError),
         (full_disk_to_safetensors, 2**30, TrainingError),
         (full_disk_to_torch, 0, TrainingError),
-        (full_disk_to_torch, 2**30, RuntimeError),
+        (full_disk_to_torch, 2**30, TrainingError),
+        (too_large_for_safetensors, 2**30, TrainingError),
         (ctrl_c, 2**30, KeyboardInterrupt),
     ],
 )
