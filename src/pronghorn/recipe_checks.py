@@ -124,10 +124,19 @@ _RULES = (
     _Rule(
         lambda r: (
             _changes_base(r)
-            and (r.adapter.use_dora or (r.adapter.use_rslora and (r.adapter.rank_pattern or r.adapter.alpha_pattern)))
+            and (
+                r.adapter.use_dora
+                or r.adapter.bias != "none"
+                or (r.adapter.use_rslora and (r.adapter.rank_pattern or r.adapter.alpha_pattern))
+            )
         ),
-        "adapter.init_lora_weights: {adapter.init_lora_weights} with use_dora, or with use_rslora and patterns: it "
-        "can't be saved as plain LoRA",
+        "adapter.init_lora_weights: {adapter.init_lora_weights} with use_dora, with bias, or with use_rslora and "
+        "patterns: it can't be saved as plain LoRA",
+        "leave one of them out",
+    ),
+    _Rule(
+        lambda r: r.adapter.target_parameters and r.adapter.init_lora_weights not in (True, False, "gaussian"),
+        "adapter.init_lora_weights: {adapter.init_lora_weights} with target_parameters: PEFT has it for linears only",
         "leave one of them out",
     ),
     _Rule(

@@ -106,6 +106,16 @@ MISTAKES = {
     "a weight below 0": override("data.train=[{path: train.jsonl, weight: -1}]", "0.weight = -1", "share of the rows"),
     "a source's file": override("data.train=[{file: train.jsonl}]", "unknown key data.train.0.file", "path, weight"),
     "PiSSA misspelt": key("adapter", "init_lora_weights", "pisa", "'pisa': no choice", "pissa_niter_16"),
+    "PiSSA and biases": text(
+        yaml.safe_dump(RECIPE | {"adapter": {"init_lora_weights": "pissa", "bias": "all"}}),
+        "with bias",
+        "leave one of them out",
+    ),
+    "orthogonal experts": text(
+        yaml.safe_dump(RECIPE | {"adapter": {"init_lora_weights": "orthogonal", "target_parameters": ["mlp.experts"]}}),
+        "orthogonal with target_parameters",
+        "leave one of them out",
+    ),
     "no memory": key("memory", "budget", "0GiB", "no amount of memory", "16GiB"),
     "all held out": key("data", "eval", 1.0, "to hold out nothing, or all", "a share (5%)"),
     "fewer than nothing held out": key("data", "eval", -5, "to hold out nothing", "a share (5%)"),

@@ -111,6 +111,18 @@ def test_a_signal_saves_and_leaves(make: Make, tmp_path: Path, number: signal.Si
     same_run(tmp_path / "whole", tmp_path / "run")
 
 
+def test_a_signal_leaves_the_last_checkpoint_where_one_is_kept_and_another_is_the_best(
+    make: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """transformers ends a training by deleting the last one then."""
+    evaluations = iter([1.0, 2.0])
+    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    monkeypatch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
+    with pytest.raises(RunStopped, match="checkpoint-5 is saved"):
+        run(make("run", train={"eval_steps": 2, "save_steps": 4, "keep_checkpoints": 1}), QUIET)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-5"]
+
+
 def test_a_second_signal_later_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pronghorn.train.control.SAME_SIGNAL", -1.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a test runner may have changed
@@ -238,6 +250,25 @@ def test_the_loss_before_is_of_the_held_out_rows_of_now(make: Make, unfinished: 
     resumed = run(make("run", data=asked), QUIET, allow=True).heldout
     expected = run(make("whole", data=asked, train={"max_steps": 1}), QUIET).heldout
     assert (resumed["before"], resumed["rows"]) == (expected["before"], expected["rows"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [({"data": {"eval_rows": 1}}, [3.0, 2.5]), ({"train": {"eval_steps": None}}, [1.0])], ids=str
+)
+def test_the_best_is_of_the_held_out_rows_of_now(
+    make: Make, tmp_path: Path, monkeypatch: Any, asked: dict[str, Any], expected: list[float]
+) -> None:
+    """Nor is it one of before, where nothing is evaluated any more: the steps since then would be for nothing."""
+    evaluations = iter([1.0, 3.0, 2.5])
+    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    table: dict[str, Any] = {"eval_steps": 4}
+    with monkeypatch.context() as patch, pytest.raises(RunStopped):
+        patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
+        run(make("run", train=table), QUIET)
+    record = run(make("run", train=table | asked.get("train", {}), data=asked.get("data", {})), QUIET, allow=True)
+    assert [evaluation["loss"] for evaluation in record.evaluations] == expected
+    kept = (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes()
+    assert kept == (tmp_path / "run/checkpoint-12/adapter_model.safetensors").read_bytes()
 
 
 def test_a_longer_run_when_allowed(make: Make, unfinished: Path) -> None:
@@ -391,6 +422,14 @@ def test_a_folder_that_is_no_run(make: Make, tmp_path: Path, content: str | None
     (tmp_path / "run" / ("notes.txt" if content is None else "journal.json")).write_text(content or "mine")
     with pytest.raises(error, match=message):
         run(make("run"), QUIET)
+
+
+def test_killed_when_the_record_is_written(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    """From then on the run is finished: its cards must be there."""
+    monkeypatch.setattr("pronghorn.train.run.RunRecord.write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(make("run", train={"max_steps": 1}), QUIET)
+    assert all((tmp_path / "run" / folder / "README.md").is_file() for folder in (".", "adapter"))
 
 
 @pytest.mark.matrix(1)

@@ -131,9 +131,8 @@ def test_settings_of_a_recipe_arrive(recipe: Any, monkeypatch: pytest.MonkeyPatc
     adapter = {"r": 3, "lora_alpha": 5, "lora_dropout": 0.05, "use_rslora": True, "bias": "lora_only",
                "target_modules": ["q_proj"], "modules_to_save": ["norm"], "random_state": 8}  # fmt: skip
     train = {"max_steps": 7, "learning_rate": 3e-4, "warmup_steps": 2, "lr_scheduler": "cosine", "weight_decay": 0.02,
-             "max_grad_norm": 0.3, "gradient_accumulation_steps": 3, "keep_checkpoints": 4, "logging_steps": 5,
-             "seed": 9}  # fmt: skip
-    names = {"lr_scheduler": "lr_scheduler_type", "keep_checkpoints": "save_total_limit"}
+             "max_grad_norm": 0.3, "gradient_accumulation_steps": 3, "logging_steps": 5, "seed": 9}  # fmt: skip
+    names = {"lr_scheduler": "lr_scheduler_type"}
     trainer, _ = build(recipe(adapter=adapter, train={**train, "save_steps": None}), QUIET, [])
     lora = {name: getattr(trainer.model.peft_config["default"], name) for name in adapter if name != "random_state"}
     assert {**lora, "target_modules": [*lora["target_modules"]], "random_state": given["random_state"]} == adapter

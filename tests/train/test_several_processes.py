@@ -17,7 +17,7 @@ from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError
 from pronghorn.train.build import share_of_step
 from pronghorn.train.run import run as train_run
-from support.launched import launch
+from support.launched import Launch, launch
 from support.runs import QUIET
 from support.several import Make, recipes, same, same_bits, steps, stopped_at
 
@@ -197,6 +197,19 @@ def test_one_process_s_run_goes_on_with_two(recipe: Make, alone: Path) -> None:
     done = train(2, file)
     assert done.returncode == 0, done.stderr
     same(run, alone)
+
+
+def test_a_signal_that_one_process_gets_stops_all(recipe: Make) -> None:
+    """As who finds the process on the GPU and ends that one."""
+    file, run = recipe("one-is-told", save_steps=1, max_steps=500)
+    program = Launch(2, file, folder=run.parent)
+    while not list(run.glob("checkpoint-*")):
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.02)
+    os.kill(program.children()[1], signal.SIGTERM)
+    _, errors = program.communicate()
+    assert program.returncode == 128 + signal.SIGTERM and "error:" not in errors
+    assert errors.count("stopped by SIGTERM after step") == 1
 
 
 def test_rows_that_cannot_be_shared_are_refused(recipe: Make) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import pickle
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
-from pronghorn.train.checkpoint import checkpoints
+from pronghorn.train.checkpoint import checkpoints, keep_newest
 from pronghorn.train.control import trained_seconds
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
@@ -668,6 +670,10 @@ def full_disk_to_torch(*_: Any, **__: Any) -> None:
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
 
 
+def too_large_for_safetensors(*_: Any, **__: Any) -> None:
+    raise SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
+
+
 def ctrl_c(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
@@ -680,7 +686,8 @@ def ctrl_c(*_: Any, **__: Any) -> None:
         (full_disk, 2**30, TrainingError),
         (full_disk_to_safetensors, 2**30, TrainingError),
         (full_disk_to_torch, 0, TrainingError),
-        (full_disk_to_torch, 2**30, RuntimeError),
+        (full_disk_to_torch, 2**30, TrainingError),
+        (too_large_for_safetensors, 2**30, TrainingError),
         (ctrl_c, 2**30, KeyboardInterrupt),
     ],
 )
@@ -782,6 +789,14 @@ def test_a_training_begun_anew_keeps_its_own_checkpoints(stories: Path, document
         assert [path.name for path in checkpoints(tmp_path / "run")] == [f"checkpoint-{step}" for step in kept]
 
 
+def test_a_clock_that_was_set_back_costs_no_new_checkpoint(tmp_path: Path) -> None:
+    for step, seconds in ((10, 900), (20, 1000), (30, 500)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (seconds, seconds))
+    keep_newest(tmp_path, 1, "checkpoint-30")
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-30"]
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_the_best_checkpoint_stays_known(
     stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: bool
@@ -832,6 +847,34 @@ def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tm
     second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert losses(second)[-2:] == losses(first)[-2:]
     assert_equal_weights(trained(resumed[0]), trained(straight[0]), rel=0.0)
+
+
+@pytest.mark.parametrize("shards", ["50GB", "20KB"])
+def test_experts_that_are_saved_apart_go_on(
+    stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: str
+) -> None:
+    """transformers joins experts when it loads a model, but not when it loads a checkpoint: they were the base's."""
+    evaluations = iter([3.0, 4.0, 2.0])
+    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(stories)
+    args = config(tmp_path / "run", save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
+                  load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False)  # fmt: skip
+
+    def trainer(seed: int) -> SFTTrainer:
+        model = attach(tiny_model("qwen3_moe", seed=seed, vocab_size=512)).model
+        save = partial(type(model).save_pretrained, model, max_shard_size=shards)
+        monkeypatch.setattr(model, "save_pretrained", save, raising=False)
+        return SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, tokenizer=tokenizer)
+
+    first, second = trainer(0), trainer(9)
+    first.train()
+    best = tmp_path / "run" / "checkpoint-2"
+    assert (best / "model.safetensors.index.json").exists() == (shards != "50GB")
+    assert first.state.best_model_checkpoint == str(best)
+    second.load_weights(best)
+    assert_equal_weights(trained(second.model), trained(first.model), rel=0.0)
+    second.train(resume_from_checkpoint=str(best))
+    assert losses(second)[-2:] == losses(first)[-2:]
 
 
 # ---- refusals ----

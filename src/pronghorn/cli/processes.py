@@ -180,6 +180,9 @@ class _Group:
         until = time.monotonic() + GRACE
         while self._running() and time.monotonic() < until:
             time.sleep(POLL)
+        statuses = {process.poll() for process in self._processes}
+        if len(statuses) == 1 and (told := statuses.pop() or 0) > 128:
+            return told  # a signal that one got, after which all saved and left together
         if failed := self._failed():
             raise self._first_error(failed)
         # a signal that comes before training ends a process as usual

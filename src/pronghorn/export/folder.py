@@ -48,15 +48,28 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def full_disk(target: Path) -> Iterator[None]:
-    """Tell of a full disk by a TrainingError, where something is written for `target`."""
+    """Tell of a full disk, and of a file that may not be so large, by a TrainingError, where something is written for
+    `target`."""
     try:
         yield
     except Exception as error:
-        if not disk_is_full(error, target):
-            raise
-        raise TrainingError(
-            f"the disk of {target} is full", "free some space and save again; what was there before is untouched"
-        ) from error
+        kept = "save again; what was there before is untouched"
+        if disk_is_full(error, target):
+            raise TrainingError(f"the disk of {target} is full", f"free some space and {kept}") from error
+        if _is_cut_off(error):
+            raise TrainingError(
+                f"a file of {target} can't be written whole",
+                f"raise the quota, ulimit -f or the file system's limit of a file's size, whichever it is, and {kept}",
+            ) from error
+        raise
+
+
+def _is_cut_off(error: Exception) -> bool:
+    """Tell whether the system took only a part of a file; of torch's error only the place says so."""
+    if isinstance(error, PronghornError):
+        return False
+    too_large = getattr(error, "errno", None) == errno.EFBIG or os.strerror(errno.EFBIG) in str(error)
+    return too_large or (isinstance(error, RuntimeError) and "inline_container.cc" in str(error))
 
 
 def disk_is_full(error: BaseException, folder: Path) -> bool:

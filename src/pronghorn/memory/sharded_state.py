@@ -60,23 +60,23 @@ def _told(shared: ShardedLayers, number: int = 0) -> int:
 
 @torch.no_grad()
 def load_state(model: Any, read: Any, names: Iterable[str]) -> None:
-    """Put tensors by name into a causal LM whose layers are trained and shared.
+    """Put tensors by name into a causal LM, whose layers may be trained and shared.
 
     Args:
         read: returns the tensor of a name.
         names: all that there are.
     Raises:
-        TrainingError: a layer's weight isn't among them.
+        TrainingError: a weight isn't among them.
     """
     shared, left = sharded(model), set(names)
-    assert shared is not None
     known = {id(p): name for name, p in model.named_parameters()}
-    for i in range(len(shared)):
-        of_layer = [known[id(p)] for p in shared.tensors(i)]
-        if missing := [name for name in of_layer if name not in left]:
-            raise TrainingError(f"a checkpoint lacks {missing[0]}", "go on from another checkpoint, or begin anew")
-        shared.load(i, [read(name) for name in of_layer])
-        left.difference_update(of_layer)
+    if missing := [name for name in known.values() if name not in left]:
+        raise TrainingError(f"a checkpoint lacks {missing[0]}", "go on from another checkpoint, or begin anew")
+    if shared is not None:
+        for i in range(len(shared)):
+            of_layer = [known[id(p)] for p in shared.tensors(i)]
+            shared.load(i, [read(name) for name in of_layer])
+            left.difference_update(of_layer)
     model.load_state_dict({name: read(name) for name in left}, strict=False)
 
 

@@ -213,7 +213,6 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         logging_nan_inf_filter=False,  # a non-finite loss is the gradient watch's to stop, not to be averaged away
         save_strategy="steps",  # which also saves the last step, whatever save_steps is
         save_steps=train.save_steps or NEVER,
-        save_total_limit=train.keep_checkpoints,
         eval_strategy="steps" if train.eval_steps else "no",
         eval_steps=train.eval_steps,
         metric_for_best_model="loss" if train.eval_steps else None,
@@ -252,6 +251,7 @@ def make_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.keep = train.keep_checkpoints
     if isinstance(train.logging_steps, float):  # which transformers would compare with a checkpoint's number of steps
         trainer.args.logging_steps = math.ceil(train.logging_steps * planned_steps(trainer))
     return trainer

@@ -96,13 +96,13 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def keep_newest(output: Path, count: int | None, best: Path | None) -> None:
+def keep_newest(output: Path, count: int | None, *spared: str) -> None:
     """Delete all but the last `count` checkpoints that were written (None, or below 1 as in transformers: delete none)
-    and the `best`."""
+    and those that are `spared` by name."""
     # not by step: a training begun anew in the folder of a longer one would lose each of its own at once
-    oldest_first = sorted(checkpoints(output), key=lambda path: path.stat().st_mtime_ns)
+    oldest_first = sorted(checkpoints(output), key=lambda path: path.lstat().st_mtime_ns)
     for path in [] if count is None or count < 1 else oldest_first[: max(len(oldest_first) - count, 0)]:
-        if best is None or path.name != best.name:
+        if path.name not in spared:
             state.remove_folder(path)
 
 

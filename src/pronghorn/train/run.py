@@ -82,8 +82,8 @@ def run(
         _save_model(current)
         record = _record(current, started, current.trainer.state.log_history, *_evaluate(current, "after"))
         if current.trainer.accelerator.is_main_process:
+            write_cards(record, current.output)  # before the record, after which nothing but the report is made again
             record.write(current.output)
-            write_cards(record, current.output)
             if recipe.report.html:
                 write_report(record, current.output)
     must_have_improved(recipe, record.heldout)
@@ -165,6 +165,8 @@ def _build(
     _keep_initial(recipe, model, args)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     control.hang_up = lambda: setattr(console, "quiet", True)
+    if heldout is not None:
+        control.heldout = f"{state.data['eval']}, {recipe.model.max_seq_length}, {recipe.data.eval_rows}"
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = make_trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress], args)
     check_ids("data.eval", heldout, tokenizer, model)
@@ -259,8 +261,9 @@ def _train(current: _Run) -> None:
     if not _load_if_trained(current):
         _train_on(current)
     trainer = current.trainer
-    best = trainer.state.best_model_checkpoint
-    if best is None or not current.recipe.train.load_best or step_of(Path(best)) == trainer.state.global_step:
+    best, asked = trainer.state.best_model_checkpoint, current.recipe.train
+    evaluates = asked.load_best and asked.eval_steps
+    if best is None or not evaluates or step_of(Path(best)) == trainer.state.global_step:
         return
     current.console.print(f"The lowest held-out loss was at step {step_of(Path(best))}: those weights are kept")
     try:
@@ -275,6 +278,8 @@ def _load_if_trained(current: _Run) -> bool:
     if newest is None:
         return False
     saved = TrainerState.load_from_json(str(newest / "trainer_state.json"))
+    if current.control.forget_other_rows(saved):
+        current.console.print("[yellow]The held-out rows changed: losses of the earlier ones don't count[/]")
     impatient = current.control.out_of_patience(saved)
     # killed between the last checkpoint and its note in the journal, which may be of a checkpoint that is gone
     out_of_time = state.stopped == "max_minutes" and state.trained == saved.global_step

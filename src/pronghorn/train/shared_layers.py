@@ -146,9 +146,26 @@ class SharedLayersTrainer(trl.SFTTrainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load as stock does; what it can't put into place, as experts that are saved apart, goes by our own reader.
+        So does all where stock doesn't say."""
+        base = base_causal_lm(self.model)
         if self._shared is None:
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_whole(base_causal_lm(self.model), Path(resume_from_checkpoint))
+            self._lacking: set[str] | None = None
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if hasattr(self.model, "peft_config"):
+                return
+            if self._lacking is not None and not self._lacking & {name for name, _ in base.named_parameters()}:
+                return
+        load_whole(base, Path(resume_from_checkpoint))
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Note which weights found no tensor of their name; stock warns of them, and trains on with the base's."""
+        self._lacking = set(load_result.missing_keys)
+
+    def _load_best_model(self) -> None:
+        if hasattr(self.model, "peft_config"):
+            return super()._load_best_model()
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
 def _write(
@@ -160,7 +177,7 @@ def _write(
 
 
 def load_whole(model: Any, folder: Path) -> None:
-    """Put a whole model's files into a causal LM whose layers are trained and shared: each process takes its parts.
+    """Put a whole model's files into a causal LM; of layers that are trained and shared each process takes its parts.
 
     Files whose names aren't the model's own, as of experts that transformers saves apart, are read by loading the model
     once more, into host memory.

@@ -169,6 +169,9 @@ class SFTTrainer(SharedLayersTrainer):
         decides."""
         self.recipe: str | None = None
         """The hash of the recipe that this training is of, for its checkpoints' manifests."""
+        self.keep: int | None = args.save_total_limit
+        """The newest checkpoints that stay. Of a recipe's run stock is told no limit: at 1 it deletes the last one at
+        the end of a training of which another is the best, and a stopped run goes on from the last."""
         self.checked: Path | None = None
         """A checkpoint whose contents were compared with its manifest already."""
         self._fingerprint = checkpoint.Fingerprint.of(self.model)
@@ -381,8 +384,8 @@ class SFTTrainer(SharedLayersTrainer):
                 (folder / name).rmdir()
                 checkpoint.seal(folder, self._fingerprint, self.recipe)
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            checkpoint.keep_newest(output, self.args.save_total_limit, Path(best) if best else None)
+            best = Path(self.state.best_model_checkpoint or name)
+            checkpoint.keep_newest(output, self.keep, name, best.name)  # the new one, too: clocks may be set back
         self.accelerator.wait_for_everyone()
 
     def _name_best(self, output: Path, saved: str) -> None:
