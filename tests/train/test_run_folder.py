@@ -312,6 +312,9 @@ def test_a_folder_of_something_else_stays_as_it_is(make: Make, tmp_path: Path) -
     with pytest.raises(ConfigError, match="no run was begun there"):
         run(make("run"), QUIET)
     assert os.listdir(tmp_path / "run") == ["notes.txt"]
+    (tmp_path / "run/checkpoint-7").mkdir()
+    with pytest.raises(ConfigError, match=r"has checkpoints, but no journal.json.*train on from .*checkpoint-7"):
+        run(make("run"), QUIET)
 
 
 def test_killed_while_the_first_journal_was_written(

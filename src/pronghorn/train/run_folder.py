@@ -165,6 +165,11 @@ def _unwritable(output: Path, error: Exception) -> ConfigError:
 def _refuse_other_folders(output: Path) -> None:
     """Refuse a folder with files in it but no run (ConfigError)."""
     has_run = any((output / name).exists() for name in (STATE, RECORD))
+    if not has_run and (whole := checkpoints(output)):
+        raise ConfigError(
+            f"{output} has checkpoints, but no {STATE}, which says what they are of",
+            f"bring it back; or train on from {whole[-1]} (model.name) in another train.output",
+        )
     if not has_run and any(path.name != LOCK and not state.is_temporary(path) for path in output.iterdir()):
         raise ConfigError(f"{output} is not empty, and no run was begun there", "choose another train.output")
 
