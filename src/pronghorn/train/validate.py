@@ -71,6 +71,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                 _check_formatting(formats, row)
             elif not prepared and isinstance(dataset, Dataset):
                 _check_columns(name, row, args.dataset_text_field, kwargs.get("processing_class"))
+                _check_labels(name, dataset, row)
                 _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
 
 
@@ -86,6 +87,20 @@ def _check_formatting(formats: Callable[[Any], Any], row: dict[str, Any]) -> Non
             f"formatting_func returns a {type(made).__name__} for a row, and TRL reads a text",
             'return the text of one row; of a function for batches make a column: dataset.map(lambda rows: {"text": '
             "FUNCTION(rows)}, batched=True), and leave formatting_func out",
+        )
+
+
+def _check_labels(name: str, dataset: Dataset, row: dict[str, Any]) -> None:
+    """Refuse answers that KTO's label calls bad: TRL leaves the label out, and trains them like the good ones."""
+    if (
+        {"prompt", "completion"} <= row.keys()
+        and isinstance(row.get("label"), bool)
+        and False in list(dataset["label"])
+    ):
+        raise DataError(
+            f"{name} has KTO's rows, and those whose label is false would be trained, too",
+            'keep the good ones, dataset.filter(lambda row: row["label"]), or train all by TRL\'s KTOTrainer: '
+            "pronghorn docs preference-training",
         )
 
 
