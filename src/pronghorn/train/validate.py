@@ -17,6 +17,7 @@ from pronghorn.data.formats import likely_columns
 from pronghorn.data.media import parts_of, refuse_media
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.models.attach import attached
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
@@ -231,6 +232,15 @@ def check_adapters(model: Any, asked: Any, packs: bool) -> None:
         raise UnsupportedError(
             f"{config.peft_type.value} puts virtual tokens before the prompt, and packed rows have no place for them",
             "set packing=False in SFTConfig, or train a LoRA adapter",
+        )
+
+
+def check_attached(model: Any) -> None:
+    """Refuse packed rows where the model was detached after its trainer was made: transformers can't read them."""
+    if attached(model) is None:
+        raise ConfigError(
+            "the model was detached after its trainer was made, and its rows are packed",
+            "detach after training, or call pronghorn.attach(model) again",
         )
 
 
