@@ -18,6 +18,7 @@ from pronghorn.chat_templates import get_chat_template, standardize_sharegpt
 from support.mistakes import check_script
 
 ROWS = Dataset.from_list([{"prompt": "One day", "completion": " a cat sat."}] * 8)
+KTO_ROW = {"prompt": "a", "completion": "b", "label": True}
 ALPACA = Dataset.from_list([{"instruction": "Say it", "input": "now", "output": "a cat."}] * 8)
 
 
@@ -91,6 +92,11 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda m: trainer(lora(m), Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])),
         "preference pairs",
         "pronghorn docs preference-training",
+    ),
+    "answers of which some are bad": (
+        lambda m: trainer(lora(m), Dataset.from_list([KTO_ROW, KTO_ROW | {"label": False}])),
+        "KTO's rows",
+        'filter(lambda row: row["label"])',
     ),
     "Alpaca's columns": (lambda m: trainer(lora(m), ALPACA), "no known format", "+ row['input']"),
     "a function for batches": (

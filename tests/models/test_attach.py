@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils.operations import convert_outputs_to_fp32
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recompute_layers, recomputes_layers, rope_limit
 from support.documents import attach_options, compare
 from support.fused import BIASED, WIDE, count_attachments, with_adapters
+from support.generic import generic_model
 from support.tiny import FAMILIES, VOCAB, packed_row, tiny_model
 from support.traces import trace
 
@@ -438,6 +441,54 @@ def test_the_head_s_product_is_in_autocast_s_dtype(monkeypatch: pytest.MonkeyPat
     with torch.autocast("cpu", torch.bfloat16):
         model(**packed_row([40, 13], 64))
     assert seen == [torch.bfloat16]
+
+
+def wrapped_as_by_trl(model: Any) -> None:
+    inner = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    model.forward = MethodType(forward, model)
+
+
+def wrapped_as_by_accelerate(model: Any) -> None:
+    under_autocast = torch.autocast("cpu", torch.bfloat16, enabled=False)(model.forward.__func__)
+    model.forward = MethodType(convert_outputs_to_fp32(under_autocast), model)
+
+
+WRAPPERS = pytest.mark.parametrize("wrap", [wrapped_as_by_trl, wrapped_as_by_accelerate])
+OF_BOTH_KINDS = pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+
+
+@WRAPPERS
+@OF_BOTH_KINDS
+def test_a_forward_that_was_wrapped_before_attach_is_refused(family: str, wrap: Callable[[Any], None]) -> None:
+    """Packed rows would go to transformers' own, which computes all logits."""
+    model = tiny_model(family) if family in FAMILIES else generic_model(family)
+    wrap(model)
+    with pytest.raises(ConfigError, match=r"forward of this .* was wrapped before .*attach it before the first"):
+        attach(model)
+    assert attached(model) is None
+    del model.forward
+    attach(model)
+    wrap(model)
+    attach(model, attention="per_document").detach()
+    attach(model)
+    assert model(**packed_row(LENGTHS, ROW)).logits is None
+
+
+@WRAPPERS
+@OF_BOTH_KINDS
+def test_a_forward_that_was_wrapped_after_attach_outlives_it(family: str, wrap: Callable[[Any], None]) -> None:
+    model, ids = tiny_model(family) if family in FAMILIES else generic_model(family), torch.arange(5, 25)[None]
+    before = model(input_ids=ids, labels=ids).loss
+    handle = attach(model)
+    wrap(model)
+    handle.detach()
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, before)
+    model.generate(input_ids=ids, max_new_tokens=2)
 
 
 def test_a_loss_function_of_one_s_own_is_called() -> None:

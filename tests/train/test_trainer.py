@@ -1057,6 +1057,21 @@ def test_an_unattached_model_is_attached_by_the_trainer(stories: Path, documents
     assert attached(model) is not None and len(losses(trainer)) == 2
 
 
+def test_packed_rows_need_a_model_that_is_still_attached(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    model, tokenizer = whole(stories)
+    args = config(tmp_path, max_steps=2)
+    trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, tokenizer=tokenizer)
+    before = trainer.evaluate()["eval_loss"]
+    attach(model).detach()
+    for method in (trainer.train, trainer.evaluate):
+        with pytest.raises(ConfigError, match=r"was detached after its trainer was made.*attach\(model\) again"):
+            method()
+    attach(model)
+    assert trainer.evaluate()["eval_loss"] == before
+    trainer.train()
+    assert len(losses(trainer)) == 2
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_model_is_attached_where_the_trainer_brings_it(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")

@@ -39,7 +39,7 @@ from pronghorn.memory.sharded import sharded
 from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models import experts
 from pronghorn.models.attach_options import AttachOptions, Attention, Experimental, Layers
-from pronghorn.models.causal_lm import packed_class
+from pronghorn.models.causal_lm import check_forward, packed_class
 from pronghorn.models.families import (
     balances_experts,
     base_causal_lm,
@@ -226,7 +226,8 @@ def attach(
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
         UnsupportedError: no causal LM, a family that is not supported, or a plan that these layers can't follow.
-        ConfigError: unknown options, or a plan for another number of layers.
+        ConfigError: unknown options, a plan for another number of layers, or a model whose forward an earlier trainer
+            wrapped.
     """
     check_subject(model)
     base = base_causal_lm(model)
@@ -234,7 +235,9 @@ def attach(
     options = AttachOptions(attention, layers, graph, Compute.of(compute), Experimental.of(experimental))
     options.check(base.config)
     current, fused, graphed = attached(base), options.fuses(base), options.graphs(base)
-    if current is not None:
+    if current is None:
+        check_forward(base)
+    else:
         same_device = current.fuses == fused and (current.graphs is not None) == graphed
         if current.options == options and same_device:
             current.adopt_adapters()

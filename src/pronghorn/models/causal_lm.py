@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.media import refuse_media
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families.registry import family_of
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.layers.subclass import subclass
@@ -19,6 +20,9 @@ from pronghorn.models import experts
 from pronghorn.models.families import settle_balance
 from pronghorn.models.loss import packed_lm_loss
 from pronghorn.models.metadata import LOSS_ROWS_ONLY
+
+PACKS = "_pronghorn_packs"
+"""The attribute of the forwards made here and in `models.generic`; wrappers copy it or lead to it."""
 
 
 class _NewModel:
@@ -86,6 +90,23 @@ def has_own_loss(model: Any) -> bool:
     return model.loss_function is not ForCausalLMLoss
 
 
+def check_forward(model: Any) -> None:
+    """Refuse to attach a causal LM whose forward was wrapped when it wasn't attached: the wrapper calls transformers'.
+
+    TRL's trainers wrap it when they are made, accelerate for mixed precision when training begins.
+
+    Raises:
+        ConfigError: a wrapper that packed batches would not come through.
+    """
+    wrapper = model.__dict__.get("forward")
+    if wrapper is not None and not hasattr(inspect.unwrap(wrapper, stop=lambda each: hasattr(each, PACKS)), PACKS):
+        raise ConfigError(
+            f"the forward of this {type(model).__name__} was wrapped before it was attached, by an earlier trainer "
+            "perhaps, and packed rows would go past Pronghorn",
+            "load it by FastLanguageModel or attach it before the first trainer; or save it and load it again",
+        )
+
+
 @functools.cache
 def packed_class(original: type[nn.Module]) -> type[nn.Module]:
     """Make a subclass of `original` with the same forward signature, which transformers and TRL read."""
@@ -111,4 +132,5 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
             settle_balance(self.config, kwargs)
             return original.forward(self, *args, return_dict=return_dict, **kwargs)
 
+    setattr(forward, PACKS, True)
     return subclass(original, PackedCausalLM, forward=forward)

@@ -26,7 +26,7 @@ from pronghorn.families.generic import CHOSEN, COMPUTED, TOLD, limits_to_cross
 from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.models.causal_lm import PackedCausalLM, has_own_loss
+from pronghorn.models.causal_lm import PACKS, PackedCausalLM, has_own_loss
 from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import CHUNK_BYTES
 from pronghorn.models.metadata import stock_batch
@@ -143,6 +143,9 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
+        if PACKING not in self.__dict__:  # detached; a trainer's wrapper, which was made before, still calls this
+            given = {"labels": labels, "num_items_in_batch": num_items_in_batch}
+            return original.forward(self, *args, **kwargs, **{k: v for k, v in given.items() if v is not None})
         names, any_keyword = _signature(original.forward)
         kwargs |= dict(zip(names, args, strict=False))
         refuse_vision(kwargs)
@@ -176,6 +179,7 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
                 outputs["logits"] = None  # of some rows only
         return outputs.to_tuple() if return_dict is False else outputs
 
+    setattr(forward, PACKS, True)
     return subclass(original, PackedCausalLM, forward=forward)
 
 

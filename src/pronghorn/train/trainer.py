@@ -301,6 +301,8 @@ class SFTTrainer(SharedLayersTrainer):
                 )
             resume_from_checkpoint = str(found[-1]) if found else None
         validate.check_trains(self.model)
+        if self._packs_train or self._packs_eval:
+            validate.check_attached(self.model)
         if resume_from_checkpoint is not None:
             self._check(Path(resume_from_checkpoint))
         gathers = sharded(base_causal_lm(self.model)) is not None
@@ -347,6 +349,7 @@ class SFTTrainer(SharedLayersTrainer):
                 rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
             if not isinstance(rows, PackedRows):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            validate.check_attached(self.model)
             started = time.perf_counter()
             with self.accelerator.autocast():
                 loss = heldout_loss(self.model, rows, self._pack_collator)

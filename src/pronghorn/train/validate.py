@@ -17,6 +17,7 @@ from pronghorn.data.formats import likely_columns
 from pronghorn.data.media import parts_of, refuse_media
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.models.attach import attached
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
@@ -71,6 +72,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                 _check_formatting(formats, row)
             elif not prepared and isinstance(dataset, Dataset):
                 _check_columns(name, row, args.dataset_text_field, kwargs.get("processing_class"))
+                _check_labels(name, dataset, row)
                 _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
 
 
@@ -86,6 +88,20 @@ def _check_formatting(formats: Callable[[Any], Any], row: dict[str, Any]) -> Non
             f"formatting_func returns a {type(made).__name__} for a row, and TRL reads a text",
             'return the text of one row; of a function for batches make a column: dataset.map(lambda rows: {"text": '
             "FUNCTION(rows)}, batched=True), and leave formatting_func out",
+        )
+
+
+def _check_labels(name: str, dataset: Dataset, row: dict[str, Any]) -> None:
+    """Refuse answers that KTO's label calls bad: TRL leaves the label out, and trains them like the good ones."""
+    if (
+        {"prompt", "completion"} <= row.keys()
+        and isinstance(row.get("label"), bool)
+        and False in list(dataset["label"])
+    ):
+        raise DataError(
+            f"{name} has KTO's rows, and those whose label is false would be trained, too",
+            'keep the good ones, dataset.filter(lambda row: row["label"]), or train all by TRL\'s KTOTrainer: '
+            "pronghorn docs preference-training",
         )
 
 
@@ -216,6 +232,15 @@ def check_adapters(model: Any, asked: Any, packs: bool) -> None:
         raise UnsupportedError(
             f"{config.peft_type.value} puts virtual tokens before the prompt, and packed rows have no place for them",
             "set packing=False in SFTConfig, or train a LoRA adapter",
+        )
+
+
+def check_attached(model: Any) -> None:
+    """Refuse packed rows where the model was detached after its trainer was made: transformers can't read them."""
+    if attached(model) is None:
+        raise ConfigError(
+            "the model was detached after its trainer was made, and its rows are packed",
+            "detach after training, or call pronghorn.attach(model) again",
         )
 
 
