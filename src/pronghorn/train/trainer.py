@@ -165,8 +165,7 @@ class SFTTrainer(SharedLayersTrainer):
         if one_gpu is not None:
             self.note(one_gpu)
         self.look_ahead: int | None = None
-        """Steps whose rows are regrouped by cost, so that those of a step take alike long; None: `data.dealing`
-        decides."""
+        """Steps whose rows are regrouped so that those of a step take alike long; None: `data.dealing` decides."""
         self.recipe: str | None = None
         """The hash of the recipe that this training is of, for its checkpoints' manifests."""
         self.keep: int | None = args.save_total_limit
