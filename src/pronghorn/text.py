@@ -36,8 +36,9 @@ def clip(text: str, most: int) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Return "1 document" or "1,024 documents"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    """Return "1 document", "1,024 documents" or "2 batches"."""
+    several = "es" if what.endswith("ch") else "s"
+    return f"{count:,} {what}{'' if count == 1 else several}"
 
 
 def _written(character: str) -> str:
