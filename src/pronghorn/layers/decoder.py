@@ -29,7 +29,7 @@ from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, computed_here, is_foreign
 from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
-from pronghorn.layers.fused_linear import FusedLinear, fits_fp8
+from pronghorn.layers.fused_linear import FusedLinear, fits_fp8, is_ready_for_fp8
 from pronghorn.layers.linears import base_of, products_dtype
 from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
@@ -156,6 +156,11 @@ class FusedLayers:
                     raise UnsupportedError(
                         f"compute = '{compute}' for weights of {', '.join(sizes)}: no multiples of {MULTIPLE}",
                         "leave compute out (products in the model's dtype)",
+                    )
+                if not is_ready_for_fp8(storage, compute):
+                    raise UnsupportedError(
+                        f"compute = '{compute}' for layers that processes share for other products",
+                        "give share_layers the same compute",
                     )
 
     def linears(self) -> list[FusedLinear]:

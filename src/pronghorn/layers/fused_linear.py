@@ -18,13 +18,14 @@ from torch import Tensor
 
 from pronghorn.kernels import adapter_gradients
 from pronghorn.kernels.adapter_gradients import matmul
+from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_written_out, unmerge_disabled
 from pronghorn.layers.weight_layout import GroupStorage
-from pronghorn.memory.sharded import lie_wide, narrowed
+from pronghorn.memory.sharded import IN_BUFFER, lie_wide, narrowed
 from pronghorn.precision.compute import MULTIPLE, Compute
-from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, WrittenCodesSource
+from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, WrittenCodesSource, is_nf4
 from pronghorn.precision.source import (
     Activation,
     CopiedSource,
@@ -212,6 +213,16 @@ def fits_fp8(storage: GroupStorage, dtype: torch.dtype) -> bool:
     if dtype is torch.float32 or any(size % MULTIPLE for size in sizes):
         return False
     return all(not is_4bit(base) or base.in_features % base.weight.blocksize == 0 for base in weights)
+
+
+def is_ready_for_fp8(storage: GroupStorage, compute: Compute) -> bool:
+    """Tell whether a group's weights can be quantised now, or were made ready for a compute before processes shared
+    them (`models.share`): after that they may be another layer's."""
+    weights = [base_of(linear).weight for linear in storage.linears]
+    if not any(hasattr(part, IN_BUFFER) for weight in weights for part in getattr(weight, "parts", (weight,))):
+        return True
+    written = [hasattr(weight, ROW_SCALES) and (is_nf4(weight) or not compute.forward_in_fp8) for weight in weights]
+    return all(each or has_own_codes(weight) for each, weight in zip(written, weights, strict=True))
 
 
 def _fp8_source(storage: GroupStorage, compute: Compute) -> CodesSource:
