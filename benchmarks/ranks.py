@@ -39,11 +39,11 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.program import parser_of, run, show
 from benchmarks.record import Facts
-from pronghorn.precision.compute import Compute
+from pronghorn.compute_names import ComputeName
 
 STRATEGIES = ("copies", "sharded")
 TOLD = ("model", "method", "compute", "processes", "tokens", "lengths", "logging", "copy_trained")
@@ -144,6 +144,7 @@ def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) 
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import attach
     from pronghorn.models.share import share_layers
+    from pronghorn.precision.compute import Compute
     from pronghorn.train.trainer import SFTTrainer
 
     cuda = torch.cuda.is_available()
@@ -346,7 +347,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="tiny", help="a known shape")
     parser.add_argument("--method", default="lora", choices=("lora", "qlora", "lora+experts", "full"))
-    parser.add_argument("--compute", default="dtype", choices=tuple(Compute), help="of frozen weights' products")
+    parser.add_argument("--compute", default="dtype", choices=get_args(ComputeName), help="of frozen weights' products")
     parser.add_argument("--gate-model", metavar="NAME@N", help="what the gate compares where one GPU has no room")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--against", action="store_true", help="accelerate's FSDP2 beside, for --method full")

@@ -180,7 +180,8 @@ def check_across(device: str, dtype: torch.dtype) -> None:
             assert same(found, expected), f"across {rows} x {width}"
         else:
             near = (found - expected).abs() <= expected.abs() * 2**-3 + 2**-9
-            assert (near | (2 * found == expected)).all(), f"across {rows} x {width}"
+            half = (2 * found == expected) & (expected.abs().frexp().mantissa == 0.5)
+            assert (near | half).all(), f"across {rows} x {width}"
 
 
 CHECKS = {

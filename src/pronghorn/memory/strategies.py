@@ -15,9 +15,9 @@ With g_l a layer's gather, f_l and b_l its forward and backward with what is rec
                       into parts: of float32, where g_l is of 16 bits; s · the head's average beside the backward, and
                       the average of what else lies outside the layers after it
 
-s is what compute loses to a collective beside it, which takes multiprocessors and memory's bandwidth; c what it loses
-to what copy engines bring: frozen parts, and trained ones where there is room for their copies (c for s, then, but for
-the head's average). Of both ways to share trained layers the faster one that fits is taken.
+s is what compute loses to a collective beside it, which takes multiprocessors and memory's bandwidth; c is what it
+loses to parts that copy engines bring. Frozen parts come so, and trained ones where there is room for their copies:
+then the layers' terms have c in place of s. Of both ways to share trained layers the faster one that fits is taken.
 """
 
 from __future__ import annotations

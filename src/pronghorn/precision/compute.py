@@ -17,11 +17,15 @@ MULTIPLE = 16
 
 
 class Compute(StrEnum):
-    """In what the products of frozen weights are computed: of the forward pass, and of its input's gradient."""
+    """In what the products of frozen weights are computed: of the forward pass, and of its input's gradient.
+
+    dtype        the model's dtype
+    fp8          input gradients in e4m3 with a scale a row, by the tensor cores' fast sums; the forward in the dtype
+    fp8_both     the forward in 8 bits, too
+    fp8_exact    as fp8_both, summed exactly, about 9 % slower a product
+    """
 
     DTYPE, FP8, FP8_BOTH, FP8_EXACT = get_args(ComputeName)
-    """The model's dtype; input gradients in e4m3 with a scale a row, by the tensor cores' fast sums, and the forward in
-    the model's dtype; the forward in 8 bits, too; and both summed exactly, about 9 % slower a product."""
 
     @classmethod
     def of(cls, name: str) -> Compute:
