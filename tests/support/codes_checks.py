@@ -171,7 +171,7 @@ def check_across(device: str, dtype: torch.dtype) -> None:
         weight = random(rows, width, device=device, dtype=dtype, seed=1)
         weight[0] = 0
         weight = spoilt(weight) if device == "cuda" else weight  # what isn't finite is interpreted otherwise
-        inverse = 1 / weight_scales(weight.nan_to_num(1.0, 2.0, -2.0).abs().amax(1))
+        inverse = 1 / weight_scales(weight.abs().amax(1))  # as its users make it: 0 or NaN of a row that isn't finite
         whole = [torch.zeros(width, rows + 32, device=device).to(DTYPE) for _ in range(2)]
         write_codes_across_triton(weight, inverse, whole[0][:, 16:-16])
         write_codes_across_reference(weight, inverse, whole[1][:, 16:-16])

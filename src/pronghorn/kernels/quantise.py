@@ -204,7 +204,8 @@ def write_codes_across(weight: Tensor, inverse: Tensor, out: Tensor) -> None:
     """Write e4m3(w_nk · inverse_n) of a weight [N, K] into `out` [K, N], which may be columns of a wider tensor.
 
     Args:
-        weight: contiguous; inverse: 1 / s, float32 [N].
+        weight: contiguous; inverse: 1 / s, float32 [N], of scales that are at least `weight_scales` of its rows, since
+            what is larger than e4m3's largest number is NaN for one of the two implementations and not for the other.
     """
     if weight.is_cuda:
         write_codes_across_triton(weight, inverse, out)
