@@ -20,7 +20,7 @@ from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator, PackedBatch
 from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify_checks import verify
-from pronghorn.diagnose.verify_reference import Passes, perturb
+from pronghorn.diagnose.verify_reference import CRESTS, Passes, Run, perturb
 from pronghorn.diagnose.verify_report import Name, Report
 from pronghorn.diagnose.verify_subject import Subject, rows_of
 from pronghorn.diagnose.verify_subject import subject_of as of_recipe
@@ -400,6 +400,26 @@ def test_a_reference_that_overflows_judges_nothing() -> None:
     assert not checks.logits(ours, **passes).ok and not checks.gradients(distances, 1).ok
     assert not checks.loss(Name.LOSS, 100.0, **passes).ok and not checks.loss(Name.LOSS, torch.inf, **passes).ok
     assert not passes["plain"].finite and passes["exact"].finite
+
+
+def test_inputs_rounded_otherwise_tell_how_far_single_numbers_go(subject_of: Any) -> None:
+    """They count for the largest number of a tensor, not for its mean error, and only where a model has few tensors."""
+    exact, plain = torch.zeros(16), torch.ones(16)
+    far = torch.zeros(16).index_fill(0, torch.tensor(3), 40.0)
+    alone, among = (BaselineNoise.of({"w": plain}, {"w": exact}, rounded) for rounded in ((), [{"w": far}]))
+    assert (alone.crest, among.crest) == (1.0, pytest.approx(4.0)) and alone.typical == among.typical
+
+    run = Run(subject_of("llama"))
+    kept = run.model.get_input_embeddings().weight.clone()
+    references, _ = run.references(torch.float64, lambda text: None)
+    assert len(references.rounded) == CRESTS // len(references.gradients) > 2
+    for name, gradient in references.gradients.items():
+        found = [each[name] for each in references.rounded]
+        assert not any(torch.equal(gradient, each) for each in found) and not torch.equal(*found[:2])
+        for each in found:
+            torch.testing.assert_close(each, gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item())
+    embedding = run.model.get_input_embeddings()
+    assert torch.equal(embedding.weight, kept) and not embedding._forward_hooks
 
 
 def test_a_model_that_overflows_is_named(subject_of: Any) -> None:

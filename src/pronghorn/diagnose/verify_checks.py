@@ -70,7 +70,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     subject.attach(run.model)
     ours, again = run.ours(), run.ours()
     own_loss, packed, alone = run.own_loss(), run.packed_logits(), run.alone_logits()
-    noise = BaselineNoise.of(plain.gradients, exact.gradients)
+    noise = BaselineNoise.of(plain.gradients, exact.gradients, plain.rounded)
     distances = gradient_distances(ours, plain, exact, noise)
     verdicts = [
         loss(Name.LOSS, own_loss, plain, exact),

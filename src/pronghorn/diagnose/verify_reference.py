@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
@@ -46,6 +46,9 @@ LOGIT_ROWS = 384
 """Labelled rows whose logits are compared, spread over all."""
 FIRST_TOKENS = 64
 """Documents whose first token's logits are compared as well: they tell a wrong position from a wrong layer."""
+CRESTS, PASSES = 200, 8
+"""Gradients of plain from which the largest ratio of a maximum to its root mean square is taken: a model that has fewer is
+run again with its inputs rounded otherwise, so many times at most."""
 ALONE = 12
 """Documents that are run through the attached model by themselves."""
 
@@ -67,6 +70,8 @@ class Passes:
     is trained."""
     idle: int = 0
     """Experts that saw no token."""
+    rounded: Sequence[dict[str, Tensor]] = ()
+    """Of plain alone: the gradients of more passes, whose embeddings are off by up to one rounding."""
 
     @property
     def finite(self) -> bool:
@@ -140,6 +145,8 @@ class Run:
             say(f"plain transformers and PEFT, one document at a time{apart}")
             with self._autocast():
                 plain = self._documents()
+                passes = min(CRESTS // len(plain.gradients), PASSES) if quantised and plain.gradients else 0
+                plain = replace(plain, rounded=[self._rounded(seed) for seed in range(passes)])
             upcast(wide)
             say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer{apart}")
             return plain, self._documents()
@@ -190,6 +197,20 @@ class Run:
         losses = [each.losses for each in passed if each.losses is not None]
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
         return self._take(losses, torch.cat(losses).double().mean().item(), logits)
+
+    def _rounded(self, seed: int) -> dict[str, Tensor]:
+        """Return the gradients of a pass whose embeddings are multiplied by 1 ± up to the dtype's spacing."""
+        draw = torch.Generator(self.device).manual_seed(seed)
+
+        def round_again(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+            signs = 2 * torch.rand(embedded.shape, generator=draw, device=embedded.device) - 1
+            return (embedded.double() * (1 + signs * torch.finfo(embedded.dtype).eps)).to(embedded.dtype)
+
+        hook = base_causal_lm(self.model).get_input_embeddings().register_forward_hook(round_again)
+        try:
+            return self._documents().gradients
+        finally:
+            hook.remove()
 
     def paths(self) -> list[PathTaken]:
         """Which way the parts of the attached model's step went, and why."""

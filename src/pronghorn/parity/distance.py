@@ -80,14 +80,22 @@ class BaselineNoise:
     """The largest ratio of a maximum to its root mean square."""
 
     @classmethod
-    def of(cls, plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> BaselineNoise:
-        """Measure it on the gradients of two passes, by name."""
+    def of(
+        cls, plain: Mapping[str, Tensor], exact: Mapping[str, Tensor], rounded: Sequence[Mapping[str, Tensor]] = ()
+    ) -> BaselineNoise:
+        """Measure it on the gradients of two passes, by name.
+
+        Args:
+            rounded: plain's gradients with its inputs rounded otherwise; they count for the crest alone. A model of few
+                tensors may have a single row that a rounding moves far, and whose error is small in one pass by chance.
+        """
         distances = [distance(name, plain[name], plain[name], right) for name, right in exact.items()]
+        others = [distance(name, each[name], each[name], right) for each in rounded for name, right in exact.items()]
         kinds: dict[str, list[float]] = {}
         for tensor in distances:
             if math.isfinite(tensor.relative):
                 kinds.setdefault(kind_of(tensor.name), []).append(tensor.relative)
-        crests = filter(math.isfinite, (ratio(tensor.maximum, tensor.rms) for tensor in distances))
+        crests = filter(math.isfinite, (ratio(tensor.maximum, tensor.rms) for tensor in (*distances, *others)))
         typical = {kind: median(errors) for kind, errors in kinds.items()}
         return cls(typical, max(crests, default=1.0))
 
