@@ -30,6 +30,8 @@ class Record:
     """lora, lora+experts, mxfp4 or qlora."""
     least: int
     """Tokens a second on one H200; 0: no rate is asked for."""
+    compute: str = "dtype"
+    """In what frozen weights multiply, as `attach` takes it."""
 
 
 RECORDS = {
@@ -37,11 +39,13 @@ RECORDS = {
     "qwen3-30b-a3b-experts": Record("Qwen3-30B-A3B", "lora+experts", 22_000),
     "gpt-oss-20b": Record("gpt-oss-20b", "lora", 30_000),
     "gpt-oss-20b-mxfp4": Record("gpt-oss-20b", "mxfp4", 20_000),
-    "llama-3.3-70b-nf4": Record("Llama-3.3-70B", "qlora", 2_000),
+    "llama-3.3-70b-nf4": Record("Llama-3.3-70B", "qlora", 1_850),
+    "llama-3.3-70b-nf4-fp8": Record("Llama-3.3-70B", "qlora", 3_000, "fp8_both"),
     "qwen3.5-27b": Record("Qwen3.5-27B", "lora", 0),
     "tiny": Record("tiny", "lora", 0),
     "tiny-moe": Record("tiny-moe", "lora+experts", 0),
     "tiny-nf4": Record("tiny", "qlora", 0),
+    "tiny-fp8": Record("tiny", "lora", 0, "fp8_both"),
 }
 """The last ones try the program."""
 
@@ -141,8 +145,9 @@ def part(name: str, given: Any) -> dict[str, Any]:
 
     record, cuda = RECORDS[name], torch.cuda.is_available()
     model = build(record.shape, record.method)
+    handle = attach(model, Plan.keep(), layers="auto" if cuda else "fused", compute=record.compute)
     made = plan_for(model, given.tokens, accumulates=False) if cuda else Plan.keep()
-    handle = attach(model, made, **({} if cuda else {"layers": "fused"}))
+    handle.replan(made)  # planned once attached, since products in 8 bits take their memory by then
     batches = packed_batches(model, given.tokens, seed=0)
     found: dict[str, Any] = {**asdict(record), "gate": judge(model, batches[0])}
     found |= {"policies": sorted({str(policy) for policy in made.policies}), "mlp_rows": made.mlp_rows}

@@ -120,17 +120,18 @@ def test_a_record_is_met_where_it_trains_and_is_fast_enough() -> None:
 
 
 def check_record(name: str, out: Path) -> None:
-    if name == "tiny-nf4":
+    if "nf4" in name:
         pytest.importorskip("bitsandbytes")
     done = programs.invoke(records, "--only", name, "--tokens", 128, "--out", out)
     [found] = json.loads(out.read_text())["parts"].values()
     assert done.exit_code == 0 and found["gate"]["green"] and found["gate"]["trained"] > 0, found
 
 
-def test_a_record_is_made_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tiny-nf4", "tiny-fp8"])
+def test_a_record_is_made_without_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here in this process, which spares it the imports."""
     monkeypatch.setattr(parts, "one", lambda name, given, _: records.part(name, given) | {"part_s": 0.0})
-    check_record("tiny-nf4", tmp_path / "records.json")
+    check_record(name, tmp_path / "records.json")
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from pronghorn.models.lora import add_lora
 from pronghorn.precision.fp8 import FP8Source, FP8Weight, WrittenCodesSource
 from pronghorn.precision.source import Activation, LowRankGrad
 from support.documents import LENGTHS, ROW, gradients
-from support.tiny import packed_row, tiny_model
+from support.tiny import in_4_bits, packed_row, tiny_model
 
 
 def sources() -> list[tuple[str, Any, torch.Tensor]]:
@@ -143,7 +143,11 @@ def test_codes_follow_the_weights(batch: dict[str, Any]) -> None:
     [
         ({}, {"layers": "stock", "compute": "fp8_both"}, "needs fused layers"),
         ({}, {"layers": "fused", "compute": "fp4"}, "compute 'fp4' is unknown"),
-        ({"intermediate_size": 88}, {"layers": "fused", "compute": "fp8_both"}, "for weights of 88 x 64, 88 x 64"),
+        (
+            {"intermediate_size": 88},
+            {"layers": "fused", "compute": "fp8_both"},
+            "for weights of 88 x 64, 88 x 64: .* 16: ",
+        ),
         ({"dtype": torch.float32}, {"layers": "fused", "compute": "fp8_both"}, "for a model in float32"),
     ],
 )
@@ -156,6 +160,14 @@ def test_what_can_not_be_is_refused_before_anything_changes(
     with pytest.raises(PronghornError, match=problem):
         attach(model, Plan.keep(), **options)
     assert (type(model), type(model.model.layers[0])) == before
+
+
+def test_weights_in_4_bits_are_told_what_rows_they_need() -> None:
+    pytest.importorskip("bitsandbytes")
+    model = in_4_bits(tiny_model("llama", intermediate_size=96).bfloat16())
+    needed = "64 x 96: sizes must be multiples of 16, and rows whole 4-bit blocks of 64 weights: leave"
+    with pytest.raises(PronghornError, match=needed):
+        attach(model, Plan.keep(), layers="fused", compute="fp8")
 
 
 def test_float16_is_refused_where_products_give_bfloat16_only(monkeypatch: pytest.MonkeyPatch) -> None:

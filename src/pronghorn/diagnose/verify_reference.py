@@ -47,8 +47,8 @@ LOGIT_ROWS = 384
 FIRST_TOKENS = 64
 """Documents whose first token's logits are compared as well: they tell a wrong position from a wrong layer."""
 CRESTS, PASSES = 200, 8
-"""Gradients of plain from which the largest ratio of a maximum to its root mean square is taken: a model that has fewer is
-run again with its inputs rounded otherwise, so many times at most."""
+"""Gradients of plain of which the largest ratio of a maximum to its root mean square is taken: a model that has fewer
+is run again with its inputs rounded otherwise, so many times at most."""
 ALONE = 12
 """Documents that are run through the attached model by themselves."""
 

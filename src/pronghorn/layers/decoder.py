@@ -30,7 +30,7 @@ from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, computed_here, is_foreign
 from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
 from pronghorn.layers.fused_linear import FusedLinear, fits_fp8, is_ready_for_fp8
-from pronghorn.layers.linears import base_of, products_dtype
+from pronghorn.layers.linears import base_of, is_4bit, products_dtype
 from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
@@ -152,9 +152,13 @@ class FusedLayers:
         for layer in self.backbone.layers:
             for storage in self.builder.storages(layer, dtype):
                 if not fits_fp8(storage, dtype):
-                    sizes = [f"{base.out_features} x {base.in_features}" for base in map(base_of, storage.linears)]
+                    bases = [base_of(linear) for linear in storage.linears]
+                    sizes = [f"{base.out_features} x {base.in_features}" for base in bases]
+                    blocks = [base.weight.blocksize for base in bases if is_4bit(base)]
+                    needed = f"sizes must be multiples of {MULTIPLE}"
+                    needed += f", and rows whole 4-bit blocks of {blocks[0]} weights" if blocks else ""
                     raise UnsupportedError(
-                        f"compute = '{compute}' for weights of {', '.join(sizes)}: no multiples of {MULTIPLE}",
+                        f"compute = '{compute}' for weights of {', '.join(sizes)}: {needed}",
                         "leave compute out (products in the model's dtype)",
                     )
                 if not is_ready_for_fp8(storage, compute):
