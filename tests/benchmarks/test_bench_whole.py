@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import ablation, end_to_end, guard, longest_row, parts, records
 from benchmarks.candidates import trainers
 from benchmarks.record import Result, Workload, unfinished, write_results
 from pronghorn.diagnose.shapes import SHAPES, shape_of, write_checkpoint
 from pronghorn.errors import ConfigError, DataError
+from pronghorn.memory.plan import Plan, Policy
 from support import programs
 
 
@@ -132,6 +134,24 @@ def test_a_record_is_made_without_a_checkpoint(name: str, tmp_path: Path, monkey
     """Here in this process, which spares it the imports."""
     monkeypatch.setattr(parts, "one", lambda name, given, _: records.part(name, given) | {"part_s": 0.0})
     check_record(name, tmp_path / "records.json")
+
+
+def test_a_record_that_runs_out_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the trainer does it, and the result says so."""
+    from pronghorn.models import auto_plan
+
+    judge, plans = records.judge, [Plan((Policy.RECOMPUTE_LAYER,) * 2)]
+
+    def runs_out_first(model: Any, batch: Any) -> Any:
+        if plans:
+            raise torch.OutOfMemoryError
+        return judge(model, batch)
+
+    monkeypatch.setattr(records, "judge", runs_out_first)
+    monkeypatch.setattr(auto_plan, "smaller_plan", lambda *given, **named: plans.pop())
+    found = records.part("tiny", given(None, tokens=128))
+    assert found["gate"]["green"] and found["ran_out_under"] == [{}]
+    assert found["policies"] == [str(Policy.RECOMPUTE_LAYER)]
 
 
 @pytest.mark.slow
