@@ -4,7 +4,7 @@
 
 A base is bf16 or NF4, a compute the model's dtype or FP8. Each pair is timed by turns with the others; gradients are
 compared with the same layers in float32. "bf16 written out" has no codes beside its weights: they are written out for
-each product, as of layers that processes share.
+each product, as a plan may have it and as of layers that processes share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.record import check_out
 from pronghorn.data.batch import Collator
 from pronghorn.device import device_name, versions
 from pronghorn.kernels import nf4, quantise
-from pronghorn.memory.plan import Plan
+from pronghorn.memory.plan import Codes, Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.fp8 import row_scales
@@ -179,16 +179,13 @@ def one(
     if base == "nf4":
         to_nf4(model)
     model = add_lora(model, r=16, lora_alpha=16)
-    if base == WRITTEN_OUT:
-        for name, parameter in model.named_parameters():
-            if name.endswith("base_layer.weight"):
-                setattr(parameter, quantise.ROW_SCALES, row_scales(parameter))
     with torch.no_grad():
         for index, (name, parameter) in enumerate(model.named_parameters()):
             if ".lora_" in name:
                 drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.01
                 parameter.copy_(drawn)
-    attach(model.train(), Plan.keep(), graph="off", compute=compute)
+    codes: Codes = "written" if base == WRITTEN_OUT else "auto"
+    attach(model.train(), Plan.keep(), graph="off", compute=compute, codes=codes)
     backbone = model.get_base_model().model
     trained = [p for p in model.parameters() if p.requires_grad]
     seed = seed.to(dtype)

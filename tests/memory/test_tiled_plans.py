@@ -118,12 +118,12 @@ def allocates_like_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, made)
 
 
-def peaks(family: str, policy: Policy, rows: int, compute: str) -> tuple[int, int]:
+def peaks(family: str, policy: Policy, rows: int, compute: str, codes: Any = "auto") -> tuple[int, int]:
     """Return the peak of a step's activations and what the formula says; 8 bits are over 16."""
     tokens, sizes = 4096, {"hidden_size": 128, "intermediate_size": 640, "vocab_size": 64}
     model = tiny_model(family, **sizes, max_position_embeddings=tokens)
     model = add_lora(model if compute == "dtype" else model.bfloat16(), r=8)
-    attach(model, Plan((policy,), mlp_rows=rows), layers="fused", compute=compute)
+    attach(model, Plan((policy,), mlp_rows=rows), layers="fused", compute=compute, codes=codes)
     ids = [i % 64 for i in range(tokens)]
     # where all are supervised the last layer needs no second dy, which is the peak where layers keep nothing
     unsupervised = 512 if policy is Policy.RECOMPUTE_LAYER and rows < tokens else 0
@@ -154,12 +154,20 @@ def test_a_step_peaks_where_the_formula_says(policy: Policy, rows: int) -> None:
 @pytest.mark.usefixtures("allocates_like_kernels")
 @pytest.mark.parametrize("rows", [0, 4096])
 @pytest.mark.parametrize("policy", [Policy.KEEP, Policy.RECOMPUTE_NORMS])
-@pytest.mark.parametrize(("family", "compute"), [("llama", "fp8"), ("llama", "fp8_both"), ("gemma3_text", "fp8_both")])
+@pytest.mark.parametrize(
+    ("family", "compute", "codes"),
+    [
+        ("llama", "fp8", "kept"),
+        ("llama", "fp8", "written"),
+        ("llama", "fp8_both", "auto"),
+        ("gemma3_text", "fp8_both", "auto"),
+    ],
+)
 def test_a_step_in_8_bits_peaks_where_codes_of_gate_and_up_are_made(
-    family: str, compute: str, policy: Policy, rows: int
+    family: str, compute: str, codes: str, policy: Policy, rows: int
 ) -> None:
     """Beside the activation, with tiles or without, with and without a norm after."""
-    seen, expected = peaks(family, policy, rows, compute)
+    seen, expected = peaks(family, policy, rows, compute, codes)
     assert seen == pytest.approx(expected, rel=0.01)
 
 

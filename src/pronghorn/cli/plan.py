@@ -95,7 +95,7 @@ def render(report: PlanReport) -> RenderableType:
     what = "micro-batch" if report.gpus is None else "step"
     lines = [
         f"[bold]{escape(report.model)}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {device.name}",
-        f"[bold]{policy_map(report.plan.policies, report.plan.mlp_rows)}[/]",
+        f"[bold]{policy_map(report.plan)}[/]",
         f"{report.step_ms:,.0f} ms a {what}, {report.tokens_per_s:,.0f} tokens/s ({times})",
     ]
     if report.data is None or report.seconds is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -17,7 +16,7 @@ from pronghorn.device import probe
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import DeviceSpec, device_spec, parse_bytes
 from pronghorn.memory.estimate import GIB, TrainSetup
-from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.plan import CODES_WRITTEN, Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.memory.strategies import Choice, Strategy, choose
@@ -72,7 +71,8 @@ class PlanReport:
         """Return what a recipe says for this plan."""
         policies = set(self.plan.policies)
         whole = {Policy.KEEP: "false", Policy.RECOMPUTE_LAYER: "true", Policy.OFFLOAD: "offload"}
-        asked = whole.get(policies.pop(), "auto") if len(policies) == 1 else "auto"
+        alike = len(policies) == 1 and not self.plan.codes_written  # `auto` alone has them written
+        asked = whole.get(policies.pop(), "auto") if alike else "auto"
         budget = (self.plan.budget_bytes or 0) / GIB
         tiled = ", feed_forward: tiled" if self.plan.mlp_rows else ""
         return f"memory: {{gradient_checkpointing: {asked}{tiled}, budget: {math.floor(budget * 10) / 10}GiB}}"
@@ -186,14 +186,16 @@ def report_plan(
     return PlanReport(recipe.model.name, setup, spec, times, measured, chosen, data)
 
 
-def policy_map(policies: Sequence[Policy], mlp_rows: int = 0) -> str:
-    """Say which layers do what: "layers 0–11 recompute the MLP, 12–31 keep"; and the rows of MLPs' tiles."""
+def policy_map(plan: Plan) -> str:
+    """Say which layers do what: "layers 0–11 recompute the MLP, 12–31 keep"; and tiles of MLPs, and codes that aren't
+    kept."""
     parts, first = [], 0
-    for policy, run in groupby(policies):
+    for policy, run in groupby(plan.policies):
         last = first + len(list(run)) - 1
         parts.append(f"{first}–{last} {policy.value}" if last > first else f"{first} {policy.value}")
         first = last + 1
-    return "layers " + ", ".join(parts) + (f"; MLPs in tiles of {mlp_rows:,} rows" if mlp_rows else "")
+    tiled = f"; MLPs in tiles of {plan.mlp_rows:,} rows" if plan.mlp_rows else ""
+    return "layers " + ", ".join(parts) + tiled + (f"; {CODES_WRITTEN}" if plan.codes_written else "")
 
 
 def _count(recipe: Recipe, found_model: FoundModel) -> dict[str, int] | None:

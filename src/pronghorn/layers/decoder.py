@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, computed_here, is_foreign
 from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
-from pronghorn.layers.fused_linear import FusedLinear, fits_fp8, is_ready_for_fp8
-from pronghorn.layers.linears import base_of, is_4bit, products_dtype
+from pronghorn.layers.fused_linear import FusedLinear, fits_fp8, is_ready_for_fp8, sizes_for_fp8
+from pronghorn.layers.linears import base_of, products_dtype
 from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
@@ -39,7 +39,7 @@ from pronghorn.layers.weight_layout import GroupStorage, merge_weights
 from pronghorn.memory.plan import MLP_ROWS, POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 from pronghorn.memory.sharded import narrow_reader
-from pronghorn.precision.compute import MULTIPLE, Compute, check_device
+from pronghorn.precision.compute import Compute, check_device
 from pronghorn.precision.fp8 import check_float16
 
 RUN = "_pronghorn_run"
@@ -90,8 +90,10 @@ class FusedLayers:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
         """Return fused layers for the copied model, which builds its own blocks."""
-        backbone = copy.deepcopy(self.backbone, memo)
-        return FusedLayers(backbone, self.builder.family, self.builder.backend, self.builder.compute)
+        builder = self.builder
+        copied = FusedLayers(copy.deepcopy(self.backbone, memo), builder.family, builder.backend, builder.compute)
+        copied.builder = builder
+        return copied
 
     @property
     def generation(self) -> int:
@@ -123,12 +125,19 @@ class FusedLayers:
         if self.builder.compute.forward_in_fp8:  # the codes multiply, which are made where layers are built
             self._merged = True
             return
-        for layer in self._own_layers():
+        for layer in (each for each in self.backbone.layers if hasattr(type(each), OUTPUT_NOT_WANTED)):
             storages = self.builder.storages(layer, dtype)
             frozen = [each for each in storages if not base_of(each.linears[0]).weight.requires_grad]
             with torch.inference_mode(False):
                 merge_weights(frozen, dtype)
         self._merged = True
+
+    def write_codes(self, written: bool) -> None:
+        """Write 8-bit codes of 16-bit weights out for each product from now on, or keep them."""
+        if written != self.builder.codes_written:
+            self.builder, self._builds = replace(self.builder, codes_written=written), []
+            for layer in self.backbone.layers:
+                layer.__dict__.pop(RUN, None)
 
     def adopt_adapters(self) -> None:
         """Merge weights again before the next forward: adapters were added."""
@@ -152,13 +161,8 @@ class FusedLayers:
         for layer in self.backbone.layers:
             for storage in self.builder.storages(layer, dtype):
                 if not fits_fp8(storage, dtype):
-                    bases = [base_of(linear) for linear in storage.linears]
-                    sizes = [f"{base.out_features} x {base.in_features}" for base in bases]
-                    blocks = [base.weight.blocksize for base in bases if is_4bit(base)]
-                    needed = f"sizes must be multiples of {MULTIPLE}"
-                    needed += f", and rows whole 4-bit blocks of {blocks[0]} weights" if blocks else ""
                     raise UnsupportedError(
-                        f"compute = '{compute}' for weights of {', '.join(sizes)}: {needed}",
+                        f"compute = '{compute}' for {sizes_for_fp8(storage)}",
                         "leave compute out (products in the model's dtype)",
                     )
                 if not is_ready_for_fp8(storage, compute):
@@ -273,9 +277,6 @@ class FusedLayers:
             storages: dict[str, GroupStorage | ExpertStorage] = layer.__dict__.pop(STORAGE, {})
             while storages:
                 storages.popitem()[1].separate()
-
-    def _own_layers(self) -> Iterator[Any]:
-        return (layer for layer in self.backbone.layers if hasattr(type(layer), OUTPUT_NOT_WANTED))
 
     def _choose(self, dtype: torch.dtype) -> None:
         """Put a build of the model as it is now first: an earlier one, or a new one."""

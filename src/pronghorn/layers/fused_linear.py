@@ -46,9 +46,12 @@ class FusedLinear:
     Args:
         storage: of linears that `linears.unfused_reason` doesn't refuse.
         compute: in what a frozen weight multiplies.
+        codes_written: 8-bit codes of 16-bit weights are written out for each product, and none kept.
     """
 
-    def __init__(self, storage: GroupStorage, dtype: torch.dtype, compute: Compute = Compute.DTYPE) -> None:
+    def __init__(
+        self, storage: GroupStorage, dtype: torch.dtype, compute: Compute = Compute.DTYPE, codes_written: bool = False
+    ) -> None:
         for linear in storage.linears:
             unmerge_disabled(linear)
         self.bases = [base_of(linear) for linear in storage.linears]
@@ -69,11 +72,11 @@ class FusedLinear:
         # rows of A that lie below W, so that dx is one product: [dy, s · dy B] [W; A]
         below = 0 if self.in_fp8 else storage.rank_below(dtype)
         if self.in_fp8 and compute.forward_in_fp8:
-            self.source: WeightSource = _fp8_source(storage, compute)
+            self.source: WeightSource = _fp8_source(storage, compute, codes_written)
         else:
             self.source = self._source(storage, below)
             if self.in_fp8:
-                self.source = BackwardSource(self.source, _fp8_source(storage, compute))
+                self.source = BackwardSource(self.source, _fp8_source(storage, compute, codes_written))
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
         self.columns = [columns for columns, _ in self.adapters]
         self.adapter_ranks = [len(adapter.a) for _, adapter in self.adapters]
@@ -215,6 +218,15 @@ def fits_fp8(storage: GroupStorage, dtype: torch.dtype) -> bool:
     return all(not is_4bit(base) or base.in_features % base.weight.blocksize == 0 for base in weights)
 
 
+def sizes_for_fp8(storage: GroupStorage) -> str:
+    """Say what sizes a group's weights have, and which `fits_fp8` wants."""
+    bases = [base_of(linear) for linear in storage.linears]
+    sizes = ", ".join(f"{base.out_features} x {base.in_features}" for base in bases)
+    blocks = [base.weight.blocksize for base in bases if is_4bit(base)]
+    rows = f", and rows whole 4-bit blocks of {blocks[0]} weights" if blocks else ""
+    return f"weights of {sizes}: sizes must be multiples of {MULTIPLE}{rows}"
+
+
 def is_ready_for_fp8(storage: GroupStorage, compute: Compute) -> bool:
     """Tell whether a group's weights can be quantised now, or were made ready for a compute before processes shared
     them (`models.share`): after that they may be another layer's."""
@@ -225,8 +237,9 @@ def is_ready_for_fp8(storage: GroupStorage, compute: Compute) -> bool:
     return all(each or has_own_codes(weight) for each, weight in zip(written, weights, strict=True))
 
 
-def _fp8_source(storage: GroupStorage, compute: Compute) -> CodesSource:
+def _fp8_source(storage: GroupStorage, compute: Compute, codes_written: bool) -> CodesSource:
     exact, bases = compute is Compute.FP8_EXACT, [base_of(linear) for linear in storage.linears]
-    if is_4bit(bases[0]) or hasattr(bases[0].weight, ROW_SCALES):
+    if codes_written or is_4bit(bases[0]) or hasattr(bases[0].weight, ROW_SCALES):
+        storage.drop_codes()
         return WrittenCodesSource([base.weight for base in bases], exact)
     return FP8Source(storage.codes(compute.forward_in_fp8), exact)

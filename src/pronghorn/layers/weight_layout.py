@@ -91,6 +91,10 @@ class GroupStorage:
             self._codes = self._state(), made
         return self._codes[1]
 
+    def drop_codes(self) -> None:
+        """Let the weights in 8 bits go."""
+        self._codes = None
+
     def _state(self) -> Any:
         """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""
         weights = self._weights()

@@ -19,6 +19,10 @@ TILE_ROWS = 16_384
 """Rows of a tile: their products are as fast as whole ones, and their gate·up takes 0.9 GB at 8B."""
 FeedForward = Literal["auto", "tiled"]
 """Values of a recipe's `memory.feed_forward`."""
+Codes = Literal["auto", "kept", "written"]
+"""Values of `attach(codes=…)`."""
+CODES_WRITTEN = "8-bit codes written out of 16 bits for each product"
+"""What `Plan.codes_written` says, in words."""
 
 
 class Policy(StrEnum):
@@ -51,6 +55,8 @@ class Plan:
     """Whether CUDA graphs may take memory of their own: within the budget it is there."""
     mlp_rows: int = 0
     """Rows of the tiles that gated MLPs are computed in, forward and backward; 0 for MLPs as a whole."""
+    codes_written: bool = False
+    """Whether `compute="fp8"` writes its codes out of 16-bit weights for each product, and keeps none beside them."""
     undecided: bool = False
     """It stands in for `auto` until the size of a micro-batch is known: a trainer on CUDA then makes the plan."""
 

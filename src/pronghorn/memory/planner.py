@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import DeviceSpec
 from pronghorn.memory.estimate import GIB, NF4_BYTES, LayerBytes, MemoryModel, ModelDims, TrainSetup
-from pronghorn.memory.plan import TILE_ROWS, Plan, Policy, followed
-from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times
+from pronghorn.memory.plan import TILE_ROWS, Codes, Plan, Policy, followed
+from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times, times_of_codes
 from pronghorn.memory.tiles import can_tile, tiled_times
 
 GRAPH_MS = 3.0
@@ -51,8 +51,9 @@ def plan(
 ) -> Plan:
     """Choose the fastest plan within a budget, or check the one that is asked for.
 
-    MLPs are computed in tiles of rows only where that is asked for or nothing else fits. Of the device a part is left
-    free (`SPARE`) unless nothing fits into the rest, or a plan that needs it is asked for.
+    MLPs are computed in tiles of rows only where that is asked for or nothing else fits. 8-bit codes that may be kept
+    beside 16-bit weights or written out of them are as the faster plan has them. Of the device a part is left free
+    (`SPARE`) unless nothing fits into the rest, or a plan that needs it is asked for.
 
     Args:
         budget_bytes: of the process, CUDA's context included; None for the whole device.
@@ -62,6 +63,8 @@ def plan(
         PlanDoesNotFit: with the least that would fit and what would make it smaller.
         UnsupportedError: tiles are asked for and these layers have none.
     """
+    if setup.chooses_codes and (asked is None or asked.undecided or asked.codes_written):
+        return _with_codes(dims, setup, device, budget_bytes, times, asked)
     budget = device.memory_bytes if budget_bytes is None else budget_bytes
     most = device.memory_bytes - device.memory_bytes // SPARE
     whole = times or step_times(dims, setup, device)
@@ -80,23 +83,50 @@ def plan(
         made = Frontier(memory, times).within(min(budget, most))
     if made.predicted["process"] <= budget:
         made = replace(made, graph=False) if rows else _with_graph(made, dims, setup, times, min(budget, most))
-        return replace(made, mlp_rows=rows, device=device.name, budget_bytes=budget)
+        written = setup.codes == "written"
+        return replace(made, mlp_rows=rows, codes_written=written, device=device.name, budget_bytes=budget)
     # nothing fits with MLPs as a whole
     if can and not rows and (asked is None or asked.undecided):
         tiled = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=TILE_ROWS, undecided=True)
         return plan(dims, setup, device, budget_bytes, whole, tiled)
-    smallest = Frontier(memory, times)[-1]
+    smallest = plans_of(dims, setup, times)[-1]
     least = smallest.predicted["process"]
     if least <= budget:
         needs = f"{made.predicted['process'] / GIB:.1f} GiB and the budget is {budget / GIB:.1f} GiB"
         auto = f"memory.gradient_checkpointing: auto needs {least / GIB:.1f} GiB or more"
         raise PlanDoesNotFit(f"what memory.gradient_checkpointing asks for needs {needs}", auto)
-    raise _refusal(dims, setup, times, budget, smallest)
+    raise _refusal(dims, setup.leanest, times, budget, smallest)
+
+
+def _with_codes(
+    dims: ModelDims,
+    setup: TrainSetup,
+    device: DeviceSpec,
+    budget_bytes: int | None,
+    times: StepTimes | None,
+    asked: Plan | None,
+) -> Plan:
+    """Make the plan with codes kept and with codes written out, and return the one without tiles, else the faster one.
+
+    Where policies are asked for, and codes with them, only those are counted. `times` are of codes as in `setup`.
+    """
+    undecided, found, refusal = asked is None or asked.undecided, list[Plan](), None
+    ways: tuple[Codes, ...] = ("kept", "written") if undecided else ("written",)
+    for codes in ways:
+        of_codes = None if times is None else times_of_codes(times, dims, setup, codes, device)
+        try:
+            found.append(plan(dims, replace(setup, codes=codes), device, budget_bytes, of_codes, asked))
+        except PlanDoesNotFit as error:  # the last one's needs least
+            refusal = error
+    if refusal is not None and not found:
+        raise refusal
+    return min(found, key=lambda made: (made.mlp_rows, made.predicted["step_ms"]))
 
 
 def plans_of(dims: ModelDims, setup: TrainSetup, times: StepTimes) -> Frontier:
-    """Return the frontier of a model that is trained in this way, without CUDA graphs."""
-    return Frontier(MemoryModel.of(dims, replace(setup, graph=False)), times)
+    """Return the frontier of a model that is trained in this way, without CUDA graphs and with as few codes kept as
+    can be."""
+    return Frontier(MemoryModel.of(dims, replace(setup.leanest, graph=False)), times)
 
 
 def _with_graph(made: Plan, dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int) -> Plan:

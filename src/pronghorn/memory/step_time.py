@@ -11,12 +11,12 @@ calibration scales.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pronghorn.families.layer_spec import GatedMLPSpec, LayerSpec, Linear, PerLayerInputSpec
 from pronghorn.memory.devices import DeviceSpec
 from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, width_of
-from pronghorn.memory.plan import Policy, followed
+from pronghorn.memory.plan import Codes, Policy, followed
 
 SUSTAINED = 0.87
 """Large products of a layer against the largest product."""
@@ -120,6 +120,16 @@ def step_times(dims: ModelDims, setup: TrainSetup, device: DeviceSpec) -> StepTi
     outside = head + 30 * updated / device.bandwidth * 1e3 + 12 * t * h * b * ms_per_byte
     copy = buffer_bytes(dims, setup) / device.pcie * 1e3 if device.pcie else 0.0
     return StepTimes(tuple(kinds[layer] for layer in dims.layers), copy, outside)
+
+
+def times_of_codes(times: StepTimes, dims: ModelDims, setup: TrainSetup, codes: Codes, device: DeviceSpec) -> StepTimes:
+    """Return the times, of `setup`, with its codes kept or written out: as much slower as the device's estimate."""
+    before, after = (step_times(dims, each, device).layers for each in (setup, replace(setup, codes=codes)))
+    layers = (
+        replace(layer, backward=layer.backward * b.backward / a.backward)
+        for layer, a, b in zip(times.layers, before, after, strict=True)
+    )
+    return replace(times, layers=tuple(layers))
 
 
 def attention_share(dims: ModelDims, full: bool = False) -> float:

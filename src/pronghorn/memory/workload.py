@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from pronghorn.families.layer_spec import LayerSpec
+from pronghorn.memory.plan import Codes
 
 NF4_BYTES = 1 / 2 + 1 / 64 + 1 / 4096
 """Of a number in NF4: 4 bits, 8 of absmax for 64 of them, and 32 for 256 of those."""
@@ -73,6 +74,8 @@ class TrainSetup:
     """Bytes of a number of the linears' frozen weights where these are packed."""
     own_codes: bool = False
     """The packed linears multiply in 8 bits as they are."""
+    codes: Codes = "kept"
+    """Whether 8-bit codes of weights in 16 bits are kept or written out; `auto`: as a plan chooses, kept until then."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
     trained_whole: int = 0
@@ -121,13 +124,25 @@ class TrainSetup:
     @property
     def writes_backward(self) -> bool:
         """The same for each input gradient; or whether 8-bit codes, which processes share, are turned for it."""
-        return self.method == "qlora" or (self.processes > 1 if self.fp8 else self.linear_bytes is not None)
+        coded = self.processes > 1 or self.writes_codes
+        return self.method == "qlora" or (coded if self.fp8 else self.linear_bytes is not None)
 
     @property
     def writes_codes(self) -> bool:
-        """Whether 8-bit codes are written out for each product: of 4 bits, or of more that processes share."""
-        shared = self.processes > 1 and not self.fp8_forward and not self.own_codes
-        return self.fp8 and (self.method == "qlora" or shared)
+        """Whether 8-bit codes are written out for each product: of 4 bits, or of more that processes share or that have
+        none beside them."""
+        of_more = (self.processes > 1 or self.codes == "written") and not self.fp8_forward and not self.own_codes
+        return self.fp8 and (self.method == "qlora" or of_more)
+
+    @property
+    def chooses_codes(self) -> bool:
+        """Whether a plan chooses if codes are kept or written out: of 4 bits and of shared weights they are written."""
+        return self.codes == "auto" and self.method == "lora" and self.processes == 1
+
+    @property
+    def leanest(self) -> TrainSetup:
+        """The same with the codes that take least, if a plan chooses."""
+        return replace(self, codes="written") if self.chooses_codes else self
 
     @property
     def stored_bytes(self) -> float:

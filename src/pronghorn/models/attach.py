@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from pronghorn.layers.isolated_delta import delta_nets, isolate_delta_nets
 from pronghorn.layers.short_conv import isolate_convolutions
 from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
-from pronghorn.memory.plan import Plan
+from pronghorn.memory.plan import Codes, Plan
 from pronghorn.memory.recompute import Installed, install, policies_of
 from pronghorn.memory.sharded import sharded
 from pronghorn.memory.sharded_state import refuse_sharded
@@ -120,6 +120,7 @@ class Handle:
             UnsupportedError: these layers can't follow it; they go on with the plan before.
         """
         self._check_unchanged("choose the plan before sharding the model")
+        self.options.check_codes(plan, self.layers)
         layers, whole = decoder_layers(self.model), self.fuses and not has_experts(self.model.config)
         if plan is not None:
             policies_of(plan, check_config(self.model.config), layers, whole)  # refused before anything is changed
@@ -128,6 +129,8 @@ class Handle:
         self.plan, self.installed = plan, None
         if plan is not None:
             self.installed = install(self.model, layers, plan, whole)
+        if self.layers is not None:
+            self.layers.write_codes(self.options.writes_codes(plan))
         if self.graphs is not None:
             self.graphs.restart()
         return self
@@ -203,6 +206,7 @@ def attach(
     layers: Layers = "auto",
     graph: Graph = "auto",
     compute: str = "dtype",
+    codes: Codes = "auto",
     experimental: Experimental | Mapping[str, Any] | None = None,
 ) -> Handle:
     """Give a model Pronghorn's packed path.
@@ -221,6 +225,8 @@ def attach(
             memory for them (`Plan.graph`).
         compute: in what frozen weights multiply: `dtype`, the model's; `fp8`, input gradients in 8 bits by rows;
             `fp8_both`, the forward, too; `fp8_exact`, both with exact sums.
+        codes: how `fp8` has the codes of weights in 16 bits: `kept`, a byte a weight more, or `written` out for each
+            product, with the same gradients; `auto`, as the plan says (`Plan.codes_written`), and kept without one.
         experimental: switches for measurements, an `Experimental` or its fields by name.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
@@ -232,7 +238,7 @@ def attach(
     check_subject(model)
     base = base_causal_lm(model)
     family = check_config(base.config)
-    options = AttachOptions(attention, layers, graph, Compute.of(compute), Experimental.of(experimental))
+    options = AttachOptions(attention, layers, graph, Compute.of(compute), codes, Experimental.of(experimental))
     options.check(base.config)
     current, fused, graphed = attached(base), options.fuses(base), options.graphs(base)
     if current is None:
@@ -242,15 +248,20 @@ def attach(
         if current.options == options and same_device:
             current.adopt_adapters()
             return current if plan in (None, current.plan) else current.replan(plan)
-        plan = plan or current.plan
+        if plan is None and current.plan is not None:
+            alike = current.options.compute is options.compute  # codes are of one compute
+            plan = current.plan if alike else replace(current.plan, codes_written=False)
     if plan is not None and not family.generic:
         whole = fused and not has_experts(base.config)
         policies_of(plan, family, decoder_layers(base), whole)  # before anything is changed
     # refused before an earlier attachment is taken off
+    checked = None
     if options.compute.is_fp8:
         if not fused:
             raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", "use layers='fused', on CUDA")
-        FusedLayers(base.base_model, family, options.backend, options.compute).check_compute()
+        checked = FusedLayers(base.base_model, family, options.backend, options.compute)
+        checked.check_compute()
+    options.check_codes(plan, checked)
     if not family.generic:
         delta_nets(base.base_model, family)
     if current is not None:
@@ -267,6 +278,7 @@ def attach(
     base.__class__ = packed_class(previous_class)
     fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None
     if fused_layers is not None:
+        fused_layers.write_codes(options.writes_codes(plan))
         fused_layers.install()
         backbone.__dict__[LAYERS] = fused_layers
     graphs = _add_graphs(base, options) if graphed else None

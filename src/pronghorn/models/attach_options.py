@@ -9,6 +9,10 @@ from typing import Any, Literal, get_args
 from pronghorn.attention.backends import Backend
 from pronghorn.attention.packed import Metadata
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.kernels.quantise import ROW_SCALES
+from pronghorn.layers.decoder import FusedLayers
+from pronghorn.layers.linears import is_written_out
+from pronghorn.memory.plan import Codes, Plan
 from pronghorn.models import experts
 from pronghorn.models.families import check_config, has_experts
 from pronghorn.models.graph import Graph
@@ -49,6 +53,7 @@ class AttachOptions:
     layers: Layers = "auto"
     graph: Graph = "auto"
     compute: Compute = Compute.DTYPE
+    codes: Codes = "auto"
     experimental: Experimental = Experimental()
 
     @property
@@ -63,6 +68,7 @@ class AttachOptions:
             ("attention", self.attention, Attention),
             ("layers", self.layers, Layers),
             ("graph", self.graph, Graph),
+            ("codes", self.codes, Codes),
             ("packing_metadata", switches.packing_metadata, Metadata),
             ("moe_routing", switches.moe_routing, experts.Routing),
         ):
@@ -70,6 +76,30 @@ class AttachOptions:
                 raise ConfigError(f"{name} {value!r} is unknown", f"use one of {', '.join(get_args(known))}")
         if switches.moe_routing == "loop" and not has_experts(config):
             raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
+
+    def writes_codes(self, plan: Plan | None) -> bool:
+        """Tell whether 8-bit codes are written out of 16-bit weights for each product, and none kept beside them."""
+        return self.codes == "written" or (self.codes == "auto" and plan is not None and plan.codes_written)
+
+    def check_codes(self, plan: Plan | None, layers: FusedLayers | None) -> None:
+        """Refuse a choice of where 8-bit codes are from, of the options or the plan, that these layers don't have.
+
+        Raises:
+            UnsupportedError: another compute than `fp8`, or weights that are not in 16 bits or that processes share.
+        """
+        if self.codes == "auto" and not self.writes_codes(plan):
+            return
+        asked, remedy = f"codes = '{self.codes}'", "leave codes out"
+        if self.codes == "auto":
+            asked, remedy = "codes_written = True of a plan", "leave codes_written out"
+        if self.compute is not Compute.FP8:
+            raise UnsupportedError(
+                f"{asked} for compute = '{self.compute}': it is for 'fp8'", f"{remedy}, or use compute = 'fp8'"
+            )
+        if layers is None or not chooses_codes(layers):
+            raise UnsupportedError(
+                f"{asked} for weights that are packed or shared by processes: it is for 16 bits in one process", remedy
+            )
 
     def fuses(self, model: Any) -> bool:
         """Tell whether a model's layers get their fused classes."""
@@ -86,3 +116,12 @@ class AttachOptions:
     def graphs(self, model: Any) -> bool:
         """Tell whether a model's layers may be launched as CUDA graphs."""
         return self.fuses(model) and self.graph != "off" and next(model.parameters()).is_cuda
+
+
+def chooses_codes(layers: FusedLayers) -> bool:
+    """Tell whether 8-bit codes can be kept or written out: for input gradients alone, of weights in 16 bits that no
+    processes share."""
+    dtype = layers.backbone.get_input_embeddings().weight.dtype
+    bases = [base for product in layers.fp8_products(dtype) for base in product]
+    alone = not any(is_written_out(base) or hasattr(base.weight, ROW_SCALES) for base in bases)
+    return layers.builder.compute is Compute.FP8 and alone

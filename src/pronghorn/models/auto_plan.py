@@ -28,6 +28,7 @@ from pronghorn.memory.sharded import sharded
 from pronghorn.memory.step_time import StepTimes
 from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attached
+from pronghorn.models.attach_options import chooses_codes
 from pronghorn.models.families import base_causal_lm, check_config, has_experts
 from pronghorn.models.measured_layer import measured_times as measured_times
 from pronghorn.models.packed_checkpoint import PackedSkeleton, format_of
@@ -189,6 +190,7 @@ def setup_of(
         expert_bytes=experts.packed_bytes(base),
         linear_bytes=_bytes_a_number(weights) if packed else None,
         own_codes=own_codes,
+        codes="kept" if layers is None or handle is None or not chooses_codes(layers) else handle.options.codes,
         fused=fused,
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
@@ -291,7 +293,7 @@ def plan_for(
     asked = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=mlp_rows, undecided=True)
     # by the table first: where everything can be kept no time matters
     made = plan(dims, setup, spec, budget, asked=asked)
-    if padded or set(made.policies) == {Policy.KEEP}:
+    if padded or (set(made.policies) == {Policy.KEEP} and not made.codes_written):
         return made
     try:
         times: StepTimes | None = measured_times(model, dims, setup, spec, autocast)

@@ -13,8 +13,9 @@ from pronghorn.families.registry import family_of
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import output_is_seen
-from pronghorn.memory.plan import Policy
+from pronghorn.memory.plan import CODES_WRITTEN, Policy
 from pronghorn.memory.sharded import sharded
+from pronghorn.models.attach_options import chooses_codes
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
@@ -173,6 +174,8 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
     if not compute.forward_in_fp8:
         path = f"{path}, for input gradients; the forward in the model's dtype"
+    if chooses_codes(layers):
+        path = f"{path}; {CODES_WRITTEN if layers.builder.codes_written else '8-bit codes kept beside the weights'}"
     multiplied = [base for bases in layers.fp8_products(queries_of(handle.model, autocast)[0].dtype) for base in bases]
     of_products = [base.weight for base in multiplied if isinstance(base.weight, PackedTensor)]
     again = len(of_products) - sum(map(has_own_codes, of_products))

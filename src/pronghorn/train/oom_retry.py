@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from pronghorn.device import is_out_of_memory, processes
 from pronghorn.environment import restarts
 from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, TrainingError, UnsupportedError
-from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.plan import CODES_WRITTEN, Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
 
@@ -281,7 +281,8 @@ def _share(used: int | None, total: int | None) -> str:
 
 def _words(plan: Plan) -> str:
     counts = Counter(plan.policies)
-    return ", ".join(policy if len(counts) == 1 else f"{policy} ({n} layers)" for policy, n in counts.items())
+    told = [policy if len(counts) == 1 else f"{policy} ({n} layers)" for policy, n in counts.items()]
+    return ", ".join([*told, CODES_WRITTEN] if plan.codes_written else told)
 
 
 def _store() -> Any:
