@@ -142,9 +142,9 @@ class GatedMLPBlock(Block):
         del da, dy, gate_up
 
         # back through gate and up, and the norm before
-        if normed is None:  # not before: the peak of memory is behind
-            normed = self.before.forward(x, dtype)[0].dense
         d_normed, given = gate_up_linear.input_grad(d_gate_up, xa)
+        if normed is None:  # not before: a weight that was written out is gone, and the peak of memory behind
+            normed = self.before.forward(x, dtype)[0].dense
         gate_up_grads = gate_up_linear.gradients(d_gate_up.dense, given, normed)
         del d_gate_up, normed
         dx, d_before = self.before.backward(d_normed, x, rstd, dx)
