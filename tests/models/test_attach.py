@@ -23,6 +23,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import loss as loss_module
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recompute_layers, recomputes_layers, rope_limit
+from pronghorn.models.metadata import CACHES, stock_batch
 from support.documents import attach_options, compare
 from support.fused import BIASED, WIDE, count_attachments, with_adapters
 from support.generic import generic_model
@@ -562,13 +563,21 @@ def test_a_batch_of_another_row_is_refused() -> None:
         model(input_ids=batch["input_ids"], cu_seq_lens_q=batch["packed"].cu_seqlens)
 
 
-def test_a_packed_batch_with_a_cache_is_refused() -> None:
+@pytest.mark.parametrize("name", CACHES)
+def test_a_packed_batch_with_a_cache_is_refused(name: str) -> None:
     from transformers import DynamicCache
 
     model = tiny_model("llama")
     attach(model)
-    with pytest.raises(DataError, match="past_key_values"):
-        model(**packed_row(LENGTHS, ROW), past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(DataError, match="a packed batch came with (past_key_values|cache): generate"):
+        model(**packed_row(LENGTHS, ROW), **{name: DynamicCache(config=model.config)})
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_one_token_after_a_cache_is_no_packed_batch(name: str) -> None:
+    """Its mask is longer than it, and its position isn't the first."""
+    given = {"position_ids": torch.tensor([[7], [2]]), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    assert stock_batch({**given, name: object()}) is None
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -18,6 +18,8 @@ LAYERS = "_pronghorn_layers"
 """The attribute of an attached backbone that holds its `FusedLayers`, where it has some."""
 LOSS_ROWS_ONLY = "pronghorn_loss_rows_only"
 """The keyword that says that nothing but the rows that predict a label is read of the last hidden states."""
+CACHES = ("past_key_values", "cache")
+"""The keyword of a cache of keys and values: until transformers 5.23, and since."""
 _STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -44,8 +46,8 @@ def share_metadata(
             f"the packed batch describes {packed.tokens} tokens but the row has {tokens.shape[0] * tokens.shape[1]}",
             "pass the `packed` that was collated with these input_ids",
         )
-    if kwargs.get("past_key_values") is not None:
-        raise DataError("a packed batch came with past_key_values", "generate from unpacked prompts")
+    if (cache := cache_of(kwargs)) is not None:
+        raise DataError(f"a packed batch came with {cache}", "generate from unpacked prompts")
     if kwargs.get("position_ids") is None:
         raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
     _check_rope(backbone.config, packed)
@@ -75,6 +77,11 @@ def _check_rope(config: Any, packed: PackedBatch) -> None:
         )
 
 
+def cache_of(kwargs: dict[str, Any]) -> str | None:
+    """Return the name by which a forward is given a cache of keys and values, or None if it isn't."""
+    return next((name for name in CACHES if kwargs.get(name) is not None), None)
+
+
 def stock_batch(kwargs: dict[str, Any]) -> PackedBatch | None:
     """Return the metadata of a batch from stock collators, or None if the batch isn't packed.
 
@@ -82,7 +89,7 @@ def stock_batch(kwargs: dict[str, Any]) -> PackedBatch | None:
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     mask = kwargs.get("attention_mask")
-    if kwargs.get("past_key_values") is not None:
+    if cache_of(kwargs) is not None:
         return None
     if position_ids is None and cu_seqlens is not None:
         raise DataError("cu_seq_lens_q came without position_ids", "pass position_ids that restart in each document")
