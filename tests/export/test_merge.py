@@ -186,6 +186,20 @@ def test_rounding_in_the_products_of_16_bits_is_not_the_merge_s(
         save_merged(model, None, tmp_path / "wrong", dtype=torch.bfloat16)
 
 
+def test_a_class_of_transformers_that_fails_by_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Llama 4's with its tower does in transformers 5.24; nothing is left behind."""
+
+    class Failing(torch.nn.Module):
+        def forward(self, **_: Any) -> None:
+            raise AttributeError("no image_outputs")
+
+    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: Failing())
+    with pytest.raises(UnsupportedError, match=r"transformers' Failing fails by itself \(no image_outputs\): save the"):
+        save_merged(model, None, tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_merging_holds_one_shard_in_memory(tmp_path: Path) -> None:

@@ -18,7 +18,16 @@ from pronghorn.models.composite import Composite
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.models.weights import whole_model
-from support.composites import COMPOSITES, SERVED, VOCAB, add_tensors, class_of, stored_tensors, write_composite
+from support.composites import (
+    COMPOSITES,
+    SERVED,
+    VOCAB,
+    add_tensors,
+    class_of,
+    logits_of_whole,
+    stored_tensors,
+    write_composite,
+)
 
 TOKENS = torch.arange(1, 30)[None]
 
@@ -115,8 +124,9 @@ def test_an_adapter_of_any_family_is_the_whole_models_and_loads_again(
     again = PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "adapter")
     assert torch.equal(logits(again), logits(model))
     whole = PeftModel.from_pretrained(plain(tmp_path / "base"), tmp_path / "adapter")
-    torch.testing.assert_close(logits(whole), logits(model), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(logits(whole), logits(plain(tmp_path / "base")), atol=1e-3)
+    answers = logits_of_whole(whole, TOKENS)
+    torch.testing.assert_close(answers, logits(model), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(answers, logits_of_whole(plain(tmp_path / "base"), TOKENS), atol=1e-3)
 
 
 @pytest.mark.matrix(4)
@@ -198,7 +208,11 @@ def test_a_merged_model_is_the_whole_one_with_its_towers(kind: str, shards: str,
     else:
         with torch.no_grad():
             model.get_input_embeddings().weight.mul_(1.1)
-    save_merged(model, None, target, dtype=torch.float32, max_shard_size=shards)
+    try:
+        save_merged(model, None, target, dtype=torch.float32, max_shard_size=shards)
+    except UnsupportedError as error:
+        logits_of_whole(plain(base), TOKENS)  # skips the test where transformers' own model fails
+        raise error
     assert (len(list(target.glob("*.safetensors"))) > 1) == (shards != "1GB")
     original, written = stored_tensors(base), stored_tensors(target)
     assert original.keys() == written.keys()
@@ -207,10 +221,11 @@ def test_a_merged_model_is_the_whole_one_with_its_towers(kind: str, shards: str,
     towers = [name for name in original if names.inside(name) is None]
     assert towers and set(extra) <= set(towers)
     assert all(torch.equal(original[name], written[name]) for name in towers)
-    torch.testing.assert_close(logits(plain(target)), logits(model), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(logits(plain(target)), logits(plain(base)), atol=1e-3)
     for name in ("config.json", "preprocessor_config.json", "tokenizer.json"):
         assert (target / name).read_bytes() == (base / name).read_bytes()
+    before, after = (logits_of_whole(plain(folder), TOKENS) for folder in (base, target))
+    torch.testing.assert_close(after, logits(model), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(after, before, atol=1e-3)
 
 
 def test_merging_in_16_bits_says_so_and_keeps_the_towers_bytes(gemma3: Path, tmp_path: Path) -> None:

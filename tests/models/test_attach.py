@@ -569,7 +569,7 @@ def test_a_packed_batch_with_a_cache_is_refused(name: str) -> None:
 
     model = tiny_model("llama")
     attach(model)
-    with pytest.raises(DataError, match="a packed batch came with (past_key_values|cache): generate"):
+    with pytest.raises(DataError, match=r"a packed batch came with (past_key_values|cache): generate"):
         model(**packed_row(LENGTHS, ROW), **{name: DynamicCache(config=model.config)})
 
 

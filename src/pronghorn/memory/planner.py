@@ -33,9 +33,9 @@ GRAPH_MS = 3.0
 
 
 SPARE = 64
-"""One part in so many of a device's memory is left free. 70B over 4 bits ran out of an H200's under a plan that filled
-99.9 % of it, and by `fp8_both` under one that filled 99.2 %: peaks were up to .6 % above plans, what the allocator can't
-use .7 % more than is counted. What keeps less after that is slower than what fits at once."""
+"""One part in so many of a device's memory is left free. 70B over 4 bits ran out of an H200's under plans that filled
+99.9 % of it, and 99.2 % by `fp8_both`: peaks were up to .6 % above plans, and the allocator held .5 % more that it
+couldn't use than is counted. What keeps less after that is slower than what fits at once."""
 
 
 class PlanDoesNotFit(ConfigError):
