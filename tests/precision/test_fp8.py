@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import LayerBytes, TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.step_time import step_times
-from pronghorn.models.attach import attach
+from pronghorn.models.attach import attach, attached
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.fp8 import FP8Source, FP8Weight, WrittenCodesSource
@@ -136,6 +137,34 @@ def test_codes_follow_the_weights(batch: dict[str, Any]) -> None:
     model.merge_adapter()
     assert loss() == pytest.approx(merged_before, rel=0.05)
     model.unmerge_adapter()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_codes_follow_what_is_merged_by_turns(family: str, batch: dict[str, Any]) -> None:
+    """PEFT merges through `.data`, and there may be no packed forward between two merges."""
+    model = adapted(family)
+    model.add_adapter("second", model.peft_config["default"])
+    second = [parameter for name, parameter in model.named_parameters() if "lora_B.second" in name]
+    attach(model, Plan.keep(), layers="fused", compute="fp8_both")
+
+    def losses() -> tuple[float, float]:
+        """With the codes that there are, and with all of them made anew."""
+        anew = copy.deepcopy(model)
+        attached(anew).detach()
+        attach(anew, Plan.keep(), layers="fused", compute="fp8_both")
+        with torch.no_grad():
+            return model(**batch).loss.item(), anew(**batch).loss.item()
+
+    before = losses()[0]
+    for name, std in (("default", 0.0), ("second", 0.3), ("second", 0.6)):
+        model.unmerge_adapter()
+        with torch.no_grad():
+            for parameter in second:
+                parameter.normal_(0, std)
+        model.merge_adapter([name])
+        found, anew = losses()
+        assert found == anew != before
+        before = found
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pronghorn.families.spec import Experts
 from pronghorn.kernels.grouped_fp8 import FP8Experts
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.layers.linears import merged_into
 from pronghorn.memory.sharded import IN_BUFFER
 from pronghorn.precision.compute import Compute
 
@@ -106,5 +107,5 @@ class ExpertStorage:
     def _state(self) -> Any:
         """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""
         weights: list[Tensor] = [getattr(self.module, name) for name in (self._kind.gate_up, self._kind.down)]
-        merged = [(wrapper.parameter_name, *wrapper.merged_adapters) for wrapper in self._wrappers]
+        merged = [(wrapper.parameter_name, merged_into(wrapper)) for wrapper in self._wrappers]
         return [(id(weight), weight.data_ptr(), weight._version) for weight in weights], merged

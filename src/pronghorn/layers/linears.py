@@ -102,3 +102,14 @@ def unmerge_disabled(linear: Any) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def merged_into(linear: Any) -> Any:
+    """Return what PEFT has merged into a linear's weight or experts': which adapters, and as they are now.
+
+    Weights that it merges are written to through `.data`, which counts no version.
+    """
+    names = tuple(getattr(linear, "merged_adapters", ()))
+    if not names:
+        return names
+    return names, tuple(linear.scaling.items()), tuple((id(each), each._version) for each in linear.parameters())

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.layers.linears import merged_into
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NUMBERS = ("scaling", "sliding_window", "variance_epsilon", "eps", "residual_multiplier")
@@ -29,7 +30,8 @@ class Watch:
 
     Args:
         roots: decoder layers.
-        copied: frozen weights were copied when layers were built (as 8-bit codes), so that writing to them matters.
+        copied: frozen weights were copied when layers were built (as 8-bit codes), so that writing to them matters,
+            and so does what is merged into them.
     """
 
     def __init__(self, roots: Iterable[nn.Module], copied: bool = False) -> None:
@@ -50,6 +52,7 @@ class Watch:
         tensors = [p for p in parameters if not hasattr(p, "device_mesh")]  # a DTensor's own address means nothing
         self._tensors = [part for p in tensors for part in (p.parts if isinstance(p, PackedTensor) else (p,))]
         self._written = [p for p in self._tensors if copied and not p.requires_grad]
+        self._merged = self._adapted if copied else []
         self._before = self._look()
 
     def same(self) -> bool:
@@ -67,6 +70,7 @@ class Watch:
         found += map(attrgetter("_version"), self._written)
         found += [held[name] for held, name in self._numbers if name in held]
         found += map(_ADAPTER, self._adapted)
+        found += map(merged_into, self._merged)
         found += chain.from_iterable([each.scaling.values() for each in self._adapted])
         if any(self._hooks):
             found += map(id, chain.from_iterable(map(dict.values, self._hooks)))

@@ -17,7 +17,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import transposed
-from pronghorn.layers.linears import adapter_of, base_of, is_written_out
+from pronghorn.layers.linears import adapter_of, base_of, is_written_out, merged_into
 from pronghorn.memory.sharded import IN_BUFFER
 from pronghorn.precision.fp8 import FP8Weight
 
@@ -99,8 +99,11 @@ class GroupStorage:
         """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""
         weights = self._weights()
         parts = [part for weight in weights for part in getattr(weight, "parts", (weight,))]
-        merged = [tuple(getattr(linear, "merged_adapters", ())) for linear in self.linears]
-        return [*map(id, weights)], [(part.data_ptr(), part._version) for part in parts], merged
+        return (
+            [*map(id, weights)],
+            [(part.data_ptr(), part._version) for part in parts],
+            [*map(merged_into, self.linears)],
+        )
 
     def is_merged(self, dtype: torch.dtype) -> bool:
         """Tell whether `weight` would leave the weights where they are."""
