@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import time
 import weakref
@@ -460,11 +461,26 @@ def test_a_plan_fits_by_its_own_accounting(method: Any) -> None:
         slower = made.predicted["step_ms"]
         kinds = MemoryModel.of(dims, work).peak(made.policies, made.buffers)
         assert sum(kinds.values()) == made.predicted["peak"]
-    with pytest.raises(PlanDoesNotFit, match=f"needs {least / GIB:.1f} GiB and the budget is 0.5") as refused:
+    told = f"needs {math.ceil(least / GIB * 10) / 10:.1f} GiB and the budget is 0.5"
+    with pytest.raises(PlanDoesNotFit, match=told) as refused:
         plan(dims, work, gpu, GIB // 2)
     assert "rows of half as many tokens" in refused.value.remedy and isinstance(refused.value, ConfigError)
     assert ("load_in_4bit" in refused.value.remedy) is (method == "lora")
     assert ("adapter.method: lora" in refused.value.remedy) is (method == "full")
+
+
+@pytest.mark.parametrize("tokens", [512, 2048, 4096, 8192, 100_000])
+def test_the_budget_that_a_refusal_names_is_enough(tokens: int) -> None:
+    """Rows of 8,192 tokens are shorter than tiles of rows, which take more there than MLPs as a whole."""
+    dims, gpu = dims_of(skeleton(config_of("Llama-3.1-8B"))), device_spec("h100")
+    for asked in (Plan.keep(), None):
+        with pytest.raises(PlanDoesNotFit) as refused:
+            plan(dims, TrainSetup(tokens), gpu, 17 * GIB, asked=asked)
+        [gib] = re.findall(r"(?:smallest plan|auto) needs ([0-9.]+) GiB", str(refused.value))
+        enough = int(float(gib) * GIB)
+        assert plan(dims, TrainSetup(tokens), gpu, enough).predicted["process"] <= enough
+    with pytest.raises(PlanDoesNotFit):
+        plan(dims, TrainSetup(tokens), gpu, enough - GIB // 8)
 
 
 def test_what_fits_nowhere_is_advised_4_bits_that_count_the_experts_too() -> None:

@@ -14,6 +14,7 @@ earlier one will (between the two a second input is on its way back).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -86,15 +87,18 @@ def plan(
         made = replace(made, graph=False) if rows else _with_graph(made, dims, setup, times, min(budget, most))
         written = setup.codes == "written"
         return replace(made, mlp_rows=rows, codes_written=written, device=device.name, budget_bytes=budget)
-    # nothing fits with MLPs as a whole
+    # nothing fits with MLPs as a whole; with tiles that are no smaller nothing would, either
     if can and not rows and (asked is None or asked.undecided):
-        tiled = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=TILE_ROWS, undecided=True)
-        return plan(dims, setup, device, budget_bytes, whole, tiled)
+        in_tiles = MemoryModel.of(dims, replace(setup, mlp_rows=TILE_ROWS, graph=False))
+        least_tiled = Frontier(in_tiles, tiled_times(whole))[-1].predicted["process"]
+        if least_tiled < made.predicted["process"]:
+            tiled = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=TILE_ROWS, undecided=True)
+            return plan(dims, setup, device, budget_bytes, whole, tiled)
     smallest = plans_of(dims, setup, times)[-1]
     least = smallest.predicted["process"]
     if least <= budget:
-        needs = f"{made.predicted['process'] / GIB:.1f} GiB and the budget is {budget / GIB:.1f} GiB"
-        auto = f"memory.gradient_checkpointing: auto needs {least / GIB:.1f} GiB or more"
+        needs = f"{_up(made.predicted['process'])} GiB and the budget is {_down(budget)} GiB"
+        auto = f"memory.gradient_checkpointing: auto needs {_up(least)} GiB or more"
         raise PlanDoesNotFit(f"what memory.gradient_checkpointing asks for needs {needs}", auto)
     raise _refusal(dims, setup.leanest, times, budget, smallest)
 
@@ -177,18 +181,28 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
         else None,
     }
     needs = {
-        name: _smallest(MemoryModel.of(dims, other), times).predicted["process"] / GIB
+        name: _smallest(MemoryModel.of(dims, other), times).predicted["process"]
         for name, other in remedies.items()
         if other is not None and other.tokens
     }
-    fits = [f"{name} needs {gib:.1f} GiB" for name, gib in needs.items() if gib * GIB <= budget]
-    larger = [f"{name} needs {gib:.1f} GiB" for name, gib in needs.items() if gib * GIB > budget]
+    fits = [f"{name} needs {_up(size)} GiB" for name, size in needs.items() if size <= budget]
+    larger = [f"{name} needs {_up(size)} GiB" for name, size in needs.items() if size > budget]
     told = [f"fits: {', or '.join(fits)}"] if fits else ["nothing of this fits alone"]
     told += [f"still too large: {', '.join(larger)}"] if larger else []
     if not times.copy:
         told.append("this device shares its memory with the host, so nothing can be offloaded")
-    problem = f"the smallest plan needs {least.predicted['process'] / GIB:.1f} GiB"
-    return PlanDoesNotFit(f"{problem} and the budget is {budget / GIB:.1f} GiB", "; ".join(told))
+    problem = f"the smallest plan needs {_up(least.predicted['process'])} GiB"
+    return PlanDoesNotFit(f"{problem} and the budget is {_down(budget)} GiB", "; ".join(told))
+
+
+def _up(size: float) -> str:
+    """Return GiB with one digit, no less than the size: a budget of so many has room for it."""
+    return f"{math.ceil(size / GIB * 10) / 10:.1f}"
+
+
+def _down(budget: int) -> str:
+    """Return GiB with one digit, no more than the budget, but for the byte that 18.3GiB is cut by."""
+    return f"{math.floor((budget + 1) / GIB * 10) / 10:.1f}"
 
 
 class _State(NamedTuple):
