@@ -14,7 +14,7 @@ from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError
 from pronghorn.memory.cards import CARDS, find_card, too_old
-from pronghorn.memory.devices import DISPLAY_BYTES, device_spec
+from pronghorn.memory.devices import DISPLAY_BYTES, device_spec, parse_bytes
 from pronghorn.memory.estimate import GIB
 
 NAMES = {
@@ -139,7 +139,22 @@ def test_the_lines_to_paste_are_a_recipe_s(recipe: Path) -> None:
     line = next(line for line in told.splitlines() if line.startswith("for the recipe: "))
     table = yaml.safe_load(recipe.read_text()) | yaml.safe_load(line.removeprefix("for the recipe: "))
     memory = Recipe.model_validate(table).memory
-    assert memory.gradient_checkpointing is False and memory.budget == "14.5GiB"
+    assert memory.gradient_checkpointing is False and memory.budget == "14.6GiB"
+
+
+@pytest.mark.parametrize("more", [2**10, 2**20, 2**24, 2**28])
+def test_the_budget_to_paste_holds_the_plan(recipe: Path, more: int) -> None:
+    """As one that the plan fills is cut to fewer digits."""
+    made = json.loads(plan(recipe, "--device", "t4", "--json").stdout)["plan"]["predicted"]
+    most = (int(made["process"]) + more) // 2**10
+    told = plan(recipe, f"memory.budget={most / 2**10}MiB", "--device", "t4").stdout
+    line = yaml.safe_load(told[told.index("for the recipe: ") :].removeprefix("for the recipe: "))
+    assert made["process"] <= parse_bytes(line["memory"]["budget"], "memory.budget") <= most * 2**10
+
+
+def test_the_budget_to_paste_is_the_one_that_was_given(recipe: Path) -> None:
+    """18.3GiB is cut to whole bytes, which are less."""
+    assert "budget: 18.3GiB}" in plan(recipe, "memory.budget=18.3GiB", "--device", "h100").stdout
 
 
 def test_a_card_before_ampere_is_planned_in_float16(recipe: Path) -> None:

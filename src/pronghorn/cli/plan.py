@@ -96,6 +96,11 @@ def render(report: PlanReport) -> RenderableType:
     lines = [
         f"[bold]{escape(report.model)}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {device.name}",
         f"[bold]{policy_map(report.plan)}[/]",
+        *(
+            [f"planned as layers of transformers and PEFT, in the model's dtype: {report.unfused}"]
+            if report.unfused
+            else []
+        ),
         f"{report.step_ms:,.0f} ms a {what}, {report.tokens_per_s:,.0f} tokens/s ({times})",
     ]
     if report.data is None or report.seconds is None:

@@ -45,6 +45,8 @@ class PlanReport:
     """The data set's `tokens` and `documents`, and the run's `micro_batches`; None where it wasn't counted."""
     gpus: Choice | None = None
     """How several GPUs train, beside what it was chosen from; None for one."""
+    unfused: str | None = None
+    """Why all layers are counted as transformers' and PEFT's, in the model's dtype; None where they are fused."""
 
     @property
     def step_ms(self) -> float:
@@ -73,9 +75,20 @@ class PlanReport:
         whole = {Policy.KEEP: "false", Policy.RECOMPUTE_LAYER: "true", Policy.OFFLOAD: "offload"}
         alike = len(policies) == 1 and not self.plan.codes_written  # `auto` alone has them written
         asked = whole.get(policies.pop(), "auto") if alike else "auto"
-        budget = (self.plan.budget_bytes or 0) / GIB
         tiled = ", feed_forward: tiled" if self.plan.mlp_rows else ""
-        return f"memory: {{gradient_checkpointing: {asked}{tiled}, budget: {math.floor(budget * 10) / 10}GiB}}"
+        return f"memory: {{gradient_checkpointing: {asked}{tiled}, budget: {self._budget}}}"
+
+    @property
+    def _budget(self) -> str:
+        """Return the budget with as few digits as hold the plan, and never more than it."""
+        budget, told = self.plan.budget_bytes or 0, 0.0
+        for digits in range(1, 10):
+            told = round(budget / GIB, digits)
+            if int(told * GIB) > budget:
+                told = math.floor(budget / GIB * 10**digits) / 10**digits
+            if int(told * GIB) >= self.plan.predicted["process"]:
+                break
+        return f"{told}GiB"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; `docs/plan.md` lists the fields."""
@@ -150,6 +163,9 @@ def report_plan(
     handle = weightless(recipe, found_model)
     data = _count(recipe, found_model)
     dims, setup = dims_of(handle.model), work_of(recipe, handle, autocast)
+    unfused = None if handle.layers is None else handle.layers.reason(autocast)
+    if not recipe.packing.enabled:
+        unfused = "padded batches"
     if data is not None:
         setup = replace(setup, documents=max(1, data["tokens"] // max(1, data["documents"])))
     times, measured = step_times(dims, setup, spec), False
@@ -181,9 +197,9 @@ def report_plan(
         )
         made = choice.chosen.plan
         assert made is not None  # `choose` raises where nothing fits
-        return PlanReport(recipe.model.name, choice.chosen.work, spec, times, measured, made, data, choice)
+        return PlanReport(recipe.model.name, choice.chosen.work, spec, times, measured, made, data, choice, unfused)
     chosen = plan(dims, setup, spec, limit, times, handle.plan)
-    return PlanReport(recipe.model.name, setup, spec, times, measured, chosen, data)
+    return PlanReport(recipe.model.name, setup, spec, times, measured, chosen, data, unfused=unfused)
 
 
 def policy_map(plan: Plan) -> str:
