@@ -61,6 +61,15 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+def test_logits_of_zeros_after_a_padding_token_are_no_wrong_merge(tmp_path: Path) -> None:
+    """transformers begins the embedding of `pad_token_id` with zeros, and the first token that is compared is 0."""
+    model = adapted("qwen3_moe")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+        assert not model(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits.any()
+    save_merged(model, None, tmp_path / "merged")
+
+
 @pytest.mark.matrix(8)
 @pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 def test_a_merged_folder_is_what_transformers_writes(tmp_path: Path, family: str) -> None:

@@ -344,7 +344,8 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
                 "save the adapter (save_pretrained), and merge it with another version of transformers",
             ) from error
         if has_experts(base.config):  # rounding sends a token or two to other experts: only the median token counts
-            error = ((merged - adapted).norm(dim=-1) / adapted.norm(dim=-1)).median().item()
+            size = adapted.norm(dim=-1).clamp_min(torch.finfo(adapted.dtype).tiny)  # 0 after a padding token's zeros
+            error = ((merged - adapted).norm(dim=-1) / size).median().item()
         else:
             error = relative_error(merged, adapted)
         if error <= limit:
