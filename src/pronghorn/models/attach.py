@@ -258,7 +258,8 @@ def attach(
     checked = None
     if options.compute.is_fp8:
         if not fused:
-            raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", "use layers='fused', on CUDA")
+            remedy = "leave compute (in a recipe precision.compute) out: it is for layers that are fused, on CUDA"
+            raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", remedy)
         checked = FusedLayers(base.base_model, family, options.backend, options.compute)
         checked.check_compute()
     options.check_codes(plan, checked)
