@@ -338,11 +338,11 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
         reloaded = loader.from_pretrained(folder, dtype=computed, device_map={"": place}, **options).eval()
         try:
             merged = reloaded(input_ids=tokens.to(place)).logits.to(adapted)
-        except (AttributeError, TypeError) as error:  # Llama 4 with its tower in transformers 5.24
+        except (AttributeError, TypeError) as problem:  # Llama 4 with its tower in transformers 5.24
             raise UnsupportedError(
-                f"the merged model can't be checked: transformers' {type(reloaded).__name__} fails by itself ({error})",
+                f"the merged model can't be checked: transformers' {type(reloaded).__name__} fails by itself ({problem})",
                 "save the adapter (save_pretrained), and merge it with another version of transformers",
-            ) from error
+            ) from problem
         if has_experts(base.config):  # rounding sends a token or two to other experts: only the median token counts
             size = adapted.norm(dim=-1).clamp_min(torch.finfo(adapted.dtype).tiny)  # 0 after a padding token's zeros
             error = ((merged - adapted).norm(dim=-1) / size).median().item()
