@@ -339,8 +339,9 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
         try:
             merged = reloaded(input_ids=tokens.to(place)).logits.to(adapted)
         except (AttributeError, TypeError) as problem:  # Llama 4 with its tower in transformers 5.24
+            failing = type(reloaded).__name__
             raise UnsupportedError(
-                f"the merged model can't be checked: transformers' {type(reloaded).__name__} fails by itself ({problem})",
+                f"the merged model can't be checked: transformers' {failing} fails by itself ({problem})",
                 "save the adapter (save_pretrained), and merge it with another version of transformers",
             ) from problem
         if has_experts(base.config):  # rounding sends a token or two to other experts: only the median token counts
