@@ -216,7 +216,7 @@ def check_in_8_bits(routing: tuple[int, int, int, str], kind: str, dtype: torch.
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_frozen_experts_in_8_bits(routing: tuple[int, int, int, str], kind: str, nan_memory: None) -> None:
-    check_in_8_bits(routing, kind, torch.bfloat16, "cpu", 2)
+    check_in_8_bits(routing, kind, torch.bfloat16, "cpu", 8)
 
 
 @pytest.mark.gpu
