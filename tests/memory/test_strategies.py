@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from pronghorn.diagnose.shapes import shape_of
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import GIB, NF4_BYTES, MemoryModel, ModelDims, TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.memory.step_time import step_times
 from pronghorn.memory.strategies import Choice, Strategy, choose
-from pronghorn.models.auto_plan import dims_of, skeleton
+from support.shapes import dims_of_shape
 
 H100, H200, RTX4090 = (device_spec(name) for name in ("h100", "h200", "rtx4090"))
 
@@ -22,11 +21,7 @@ H100, H200, RTX4090 = (device_spec(name) for name in ("h100", "h200", "rtx4090")
 @pytest.fixture(scope="module")
 def dims() -> ModelDims:
     """Those of Llama-3.1-8B."""
-    from transformers import AutoConfig
-
-    fields = shape_of("Llama-3.1-8B")
-    assert fields is not None
-    return dims_of(skeleton(AutoConfig.for_model(**fields)))
+    return dims_of_shape("Llama-3.1-8B")
 
 
 def of(choice: Choice, strategy: Strategy) -> Any:

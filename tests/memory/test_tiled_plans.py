@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from pronghorn.attention import explicit
 from pronghorn.cli.main import app
 from pronghorn.data.batch import Collator, PackedBatch
-from pronghorn.diagnose.shapes import SHAPES, shape_of, write_checkpoint
+from pronghorn.diagnose.shapes import SHAPES, write_checkpoint
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels import glu, residual, rms_norm, rope
 from pronghorn.kernels.quantise import RowCodes
@@ -29,21 +29,18 @@ from pronghorn.memory.planner import PlanDoesNotFit, plan
 from pronghorn.memory.step_time import step_times
 from pronghorn.memory.tiles import tiled_times
 from pronghorn.models.attach import attach
-from pronghorn.models.auto_plan import dims_of, setup_of, skeleton
+from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.lora import add_lora
 from pronghorn.precision import fp8
 from support.saved import TOKENS, saved_bytes
+from support.shapes import dims_of_shape
 from support.tiny import in_4_bits, tiny_model
 
 LEAST = (Policy.OFFLOAD,)
 
 
 def dims(name: str = "Llama-3.1-8B") -> ModelDims:
-    from transformers import AutoConfig
-
-    fields = shape_of(name)
-    assert fields is not None
-    return dims_of(skeleton(AutoConfig.for_model(**fields)))
+    return dims_of_shape(name)
 
 
 @pytest.mark.matrix(6)

@@ -25,11 +25,12 @@ from pronghorn.memory.step_time import step_times
 from pronghorn.memory.strategies import Strategy, choose
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.auto_plan import dims_of, setup_of, skeleton
+from pronghorn.models.auto_plan import setup_of
 from pronghorn.precision.fp8 import FP8Source, WrittenCodesSource
 from pronghorn.train.oom_retry import tighten
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, with_adapters
+from support.shapes import dims_of_shape
 from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
 
 FP8 = TrainSetup(8192, fp8=True, fp8_forward=False, codes="auto", accumulates=False)
@@ -40,9 +41,7 @@ H100, H200, RTX4090 = (device_spec(name) for name in ("h100", "h200", "rtx4090")
 @pytest.fixture(scope="module")
 def dims() -> ModelDims:
     """Those of Llama-3.1-8B."""
-    fields = shape_of("Llama-3.1-8B")
-    assert fields is not None
-    return dims_of(skeleton(AutoConfig.for_model(**fields)))
+    return dims_of_shape("Llama-3.1-8B")
 
 
 def model_of(family: str = "llama") -> Any:
