@@ -28,7 +28,7 @@ from pronghorn.errors import TrainingError
 from pronghorn.export import merge
 from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.models.attach import attach
+from pronghorn.models.attach import attach, attached
 from pronghorn.models.lora import add_lora
 from pronghorn.parity.distance import BaselineNoise
 from pronghorn.parity.parameters import trainable
@@ -410,16 +410,35 @@ def test_inputs_rounded_otherwise_tell_how_far_single_numbers_go(subject_of: Any
     assert (alone.crest, among.crest) == (1.0, pytest.approx(4.0)) and alone.typical == among.typical
 
     run = Run(subject_of("llama"))
-    kept = run.model.get_input_embeddings().weight.clone()
     references, _ = run.references(torch.float64, lambda text: None)
-    assert len(references.rounded) == CRESTS // len(references.gradients) > 2
+    attach(run.model)
+    rounded = run.rounded()
+    assert len(rounded) == CRESTS // len(references.gradients) > 2 and attached(run.model) is not None
     for name, gradient in references.gradients.items():
-        found = [each[name] for each in references.rounded]
+        found = [each[name] for each in rounded]
         assert not any(torch.equal(gradient, each) for each in found) and not torch.equal(*found[:2])
         for each in found:
             torch.testing.assert_close(each, gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item())
-    embedding = run.model.get_input_embeddings()
-    assert torch.equal(embedding.weight, kept) and not embedding._forward_hooks
+
+
+@pytest.mark.parametrize("explained", [True, False])
+def test_plain_is_asked_again_where_single_numbers_are_off(
+    subject_of: Any, monkeypatch: pytest.MonkeyPatch, explained: bool
+) -> None:
+    """And a number that no rounding explains is told."""
+    asked: list[Run] = []
+    rounded, judge = Run.rounded, checks.gradient_distances
+
+    def off(*given: Any) -> Any:
+        first, *rest = judge(*given)
+        beyond = replace(first, maximum=2 * first.maximum_limit)
+        return [first if asked and explained else beyond, *rest]
+
+    monkeypatch.setattr(checks, "gradient_distances", off)
+    monkeypatch.setattr(Run, "rounded", lambda run: asked.append(run) or rounded(run))
+    report = verify(subject_of("llama"))
+    [gradients] = [check for check in report.checks if check.name is Name.GRADIENTS]
+    assert len(asked) == 1 and gradients.ok is explained
 
 
 def test_a_model_that_overflows_is_named(subject_of: Any) -> None:

@@ -70,8 +70,12 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     subject.attach(run.model)
     ours, again = run.ours(), run.ours()
     own_loss, packed, alone = run.own_loss(), run.packed_logits(), run.alone_logits()
-    noise = BaselineNoise.of(plain.gradients, exact.gradients, plain.rounded)
+    noise = BaselineNoise.of(plain.gradients, exact.gradients)
     distances = gradient_distances(ours, plain, exact, noise)
+    if any(each.rms <= each.rms_limit and not each.maximum <= each.maximum_limit for each in distances):
+        say("plain transformers and PEFT again, inputs rounded otherwise: single numbers are off")
+        noise = BaselineNoise.of(plain.gradients, exact.gradients, run.rounded())
+        distances = gradient_distances(ours, plain, exact, noise)
     verdicts = [
         loss(Name.LOSS, own_loss, plain, exact),
         loss(Name.ACCUMULATED_LOSS, ours.loss, plain, exact),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
@@ -70,8 +70,6 @@ class Passes:
     is trained."""
     idle: int = 0
     """Experts that saw no token."""
-    rounded: Sequence[dict[str, Tensor]] = ()
-    """Of plain alone: the gradients of more passes, whose embeddings are off by up to one rounding."""
 
     @property
     def finite(self) -> bool:
@@ -145,8 +143,6 @@ class Run:
             say(f"plain transformers and PEFT, one document at a time{apart}")
             with self._autocast():
                 plain = self._documents()
-                passes = min(CRESTS // len(plain.gradients), PASSES) if quantised and plain.gradients else 0
-                plain = replace(plain, rounded=[self._rounded(seed) for seed in range(passes)])
             upcast(wide)
             say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer{apart}")
             return plain, self._documents()
@@ -197,6 +193,18 @@ class Run:
         losses = [each.losses for each in passed if each.losses is not None]
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
         return self._take(losses, torch.cat(losses).double().mean().item(), logits)
+
+    def rounded(self) -> list[dict[str, Tensor]]:
+        """Return the gradients of more plain passes, each with the embeddings off by up to one rounding; none of a
+        model of many tensors. They are of a model of its own with the same weights, so that this one stays attached."""
+        passes = min(CRESTS // max(len(self.kept), 1), PASSES)
+        if not passes:
+            return []
+        other = Run(self.subject)
+        for name, parameter in other.parameters.items():
+            parameter.data.copy_(self.parameters[name])
+        with other._in_8_bits(other.model), other._autocast():
+            return [other._rounded(seed) for seed in range(passes)]
 
     def _rounded(self, seed: int) -> dict[str, Tensor]:
         """Return the gradients of a pass whose embeddings are multiplied by 1 ± up to the dtype's spacing."""
