@@ -402,7 +402,9 @@ def test_a_reference_that_overflows_judges_nothing() -> None:
     assert not passes["plain"].finite and passes["exact"].finite
 
 
-def test_inputs_rounded_otherwise_tell_how_far_single_numbers_go(subject_of: Any) -> None:
+def test_inputs_rounded_otherwise_tell_how_far_single_numbers_go(
+    subject_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They count for the largest number of a tensor, not for its mean error, and only where a model has few tensors."""
     exact, plain = torch.zeros(16), torch.ones(16)
     far = torch.zeros(16).index_fill(0, torch.tensor(3), 40.0)
@@ -412,13 +414,17 @@ def test_inputs_rounded_otherwise_tell_how_far_single_numbers_go(subject_of: Any
     run = Run(subject_of("llama"))
     references, _ = run.references(torch.float64, lambda text: None)
     attach(run.model)
-    rounded = run.rounded()
+    said: list[str] = []
+    rounded = run.rounded(said.append)
+    assert len(said) == 1
     assert len(rounded) == CRESTS // len(references.gradients) > 2 and attached(run.model) is not None
     for name, gradient in references.gradients.items():
         found = [each[name] for each in rounded]
         assert not any(torch.equal(gradient, each) for each in found) and not torch.equal(*found[:2])
         for each in found:
             torch.testing.assert_close(each, gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item())
+    monkeypatch.setattr("pronghorn.diagnose.verify_reference.SMALL", 1000)
+    assert run.rounded(said.append) == [] and len(said) == 1, "a large model has no second beside it"
 
 
 @pytest.mark.parametrize("explained", [True, False])
@@ -435,7 +441,7 @@ def test_plain_is_asked_again_where_single_numbers_are_off(
         return [first if asked and explained else beyond, *rest]
 
     monkeypatch.setattr(checks, "gradient_distances", off)
-    monkeypatch.setattr(Run, "rounded", lambda run: asked.append(run) or rounded(run))
+    monkeypatch.setattr(Run, "rounded", lambda run, say: asked.append(run) or rounded(run, say))
     report = verify(subject_of("llama"))
     [gradients] = [check for check in report.checks if check.name is Name.GRADIENTS]
     assert len(asked) == 1 and gradients.ok is explained

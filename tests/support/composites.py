@@ -201,5 +201,7 @@ def logits_of_whole(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             result: torch.Tensor = model.eval()(input_ids=tokens).logits
     except AttributeError as error:
+        if "image_outputs" not in str(error):
+            raise
         pytest.skip(f"transformers' own model fails: {error}")
     return result

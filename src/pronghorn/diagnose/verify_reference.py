@@ -46,9 +46,9 @@ LOGIT_ROWS = 384
 """Labelled rows whose logits are compared, spread over all."""
 FIRST_TOKENS = 64
 """Documents whose first token's logits are compared as well: they tell a wrong position from a wrong layer."""
-CRESTS, PASSES = 200, 8
-"""Gradients of plain of which the largest ratio of a maximum to its root mean square is taken: a model that has fewer
-is run again with its inputs rounded otherwise, so many times at most."""
+CRESTS, PASSES, SMALL = 200, 8, 2**27
+"""How far a single number may be off is learned from plain's gradients. A model with fewer than `CRESTS` of them is run
+again, `PASSES` times at most, if it has no more than `SMALL` parameters: of a larger one no second has room."""
 ALONE = 12
 """Documents that are run through the attached model by themselves."""
 
@@ -194,12 +194,16 @@ class Run:
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
         return self._take(losses, torch.cat(losses).double().mean().item(), logits)
 
-    def rounded(self) -> list[dict[str, Tensor]]:
+    def rounded(self, say: Callable[[str], None]) -> list[dict[str, Tensor]]:
         """Return the gradients of more plain passes, each with the embeddings off by up to one rounding; none of a
-        model of many tensors. They are of a model of its own with the same weights, so that this one stays attached."""
+        model that is large or has many tensors.
+
+        They are of a second model with the same weights, so that this one stays attached.
+        """
         passes = min(CRESTS // max(len(self.kept), 1), PASSES)
-        if not passes:
+        if not passes or sum(p.numel() for p in self.model.parameters()) > SMALL:
             return []
+        say("plain again, inputs rounded otherwise: single numbers are off")
         other = Run(self.subject)
         for name, parameter in other.parameters.items():
             parameter.data.copy_(self.parameters[name])

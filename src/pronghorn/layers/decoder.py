@@ -132,7 +132,7 @@ class FusedLayers:
                 merge_weights(frozen, dtype)
         self._merged = True
 
-    def write_codes(self, written: bool) -> None:
+    def use_written_codes(self, written: bool) -> None:
         """Write 8-bit codes of 16-bit weights out for each product from now on, or keep them."""
         if written != self.builder.codes_written:
             self.builder, self._builds = replace(self.builder, codes_written=written), []

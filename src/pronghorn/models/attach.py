@@ -130,7 +130,7 @@ class Handle:
         if plan is not None:
             self.installed = install(self.model, layers, plan, whole)
         if self.layers is not None:
-            self.layers.write_codes(self.options.writes_codes(plan))
+            self.layers.use_written_codes(self.options.writes_codes(plan))
         if self.graphs is not None:
             self.graphs.restart()
         return self
@@ -279,7 +279,7 @@ def attach(
     base.__class__ = packed_class(previous_class)
     fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None
     if fused_layers is not None:
-        fused_layers.write_codes(options.writes_codes(plan))
+        fused_layers.use_written_codes(options.writes_codes(plan))
         fused_layers.install()
         backbone.__dict__[LAYERS] = fused_layers
     graphs = _add_graphs(base, options) if graphed else None
