@@ -40,7 +40,7 @@ def run_parts(
 
     Args:
         module: it has a function `part(name, given)` that returns what becomes JSON; `given.keep(found)` keeps what
-            it has so far, should it be ended.
+            it has so far, should it be ended, and `given.before` is what was kept of it so in an earlier run.
         measure: measures a part by its name, in its place; `one` runs a command.
     """
     done: dict[str, Any] = {} if given.again else _earlier(given.out)
@@ -49,7 +49,8 @@ def run_parts(
         if name in done and "error" not in done[name]:
             print(f"{name}: measured before", flush=True)
             continue
-        done[name] = measure(name) if measure else one(name, given, lambda *files: _command(module, *files))
+        before = done.get(name, {})
+        done[name] = measure(name) if measure else one(name, given, lambda *files: _command(module, *files), before)
         said = done[name].get("error") or f"{done[name]['part_s']:.0f} s"
         print(f"{name}: {said}", flush=True)
         facts.keep()
@@ -69,12 +70,16 @@ def _command(module: str, name: str, arguments: Path, result: Path) -> Sequence[
     return [sys.executable, "-m", "benchmarks.parts", module, name, str(arguments), str(result)]
 
 
-def one(name: str, given: argparse.Namespace, command: Command) -> dict[str, Any]:
-    """Measure one part; return its result, or the `error`."""
+def one(
+    name: str, given: argparse.Namespace, command: Command, before: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Measure one part, or what `before` lacks of it; return its result, or the `error`."""
     with tempfile.TemporaryDirectory(prefix="pronghorn-part-") as folder:
         arguments, result, log = (Path(folder) / each for each in ("arguments.json", "result.json", "log.txt"))
         began = time.time()
-        arguments.write_text(json.dumps({**vars(given), "began": began}, default=str), encoding="utf-8")
+        arguments.write_text(
+            json.dumps({**vars(given), "began": began, "before": before or {}}, default=str), encoding="utf-8"
+        )
         paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         quiet = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         quiet["UNSLOTH_DISABLE_STATISTICS"] = "1"

@@ -70,7 +70,30 @@ def test_a_part_that_fails_or_takes_too_long_tells_so_with_what_it_had(code: str
     assert said in found["error"] and found["half"] == 1 and found["output"] == (["why"] if limit == 60 else [])
 
 
+def test_a_part_that_was_ended_gets_what_it_had(tmp_path: Path) -> None:
+    out = tmp_path / "parts.json"
+    out.write_text(json.dumps({"parts": {"a": {"half": 1, "error": "cut off"}}}))
+    asked = given(out, only=["a", "b"])
+
+    def told(name: str, before: Any) -> dict[str, Any]:
+        code = (
+            "import json, sys; a, b = sys.argv[1:]; json.dump({'before': json.load(open(a))['before']}, open(b, 'w'))"
+        )
+        return parts.one(name, asked, lambda _, *files: [sys.executable, "-c", code, *map(str, files)], before)
+
+    assert told("a", {"half": 1})["before"] == {"half": 1} and told("b", None)["before"] == {}
+
+
 # --- ablation
+
+
+def test_an_ablation_that_was_ended_goes_on_with_the_variants_it_lacks() -> None:
+    now = {"shape": "x", "steps": 100, "tokens": 8192}
+    before = {**now, "variants": {"none": {"losses": [1.0]}, "all": {"error": "out of memory"}}, "error": "cut off"}
+    assert ablation.gone_on_with(before, now) == {"variants": {"none": {"losses": [1.0]}}}
+    with_terms = ablation.gone_on_with({**before, "predicted": {"s_ms": 1.0}}, now)
+    assert with_terms["predicted"] == {"s_ms": 1.0}
+    assert ablation.gone_on_with(before, {**now, "steps": 40}) == ablation.gone_on_with({}, now) == {}
 
 
 def test_variants_have_the_changes_that_a_case_can_have() -> None:
@@ -132,7 +155,7 @@ def check_record(name: str, out: Path) -> None:
 @pytest.mark.parametrize("name", ["tiny-nf4", "tiny-fp8"])
 def test_a_record_is_made_without_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here in this process, which spares it the imports."""
-    monkeypatch.setattr(parts, "one", lambda name, given, _: records.part(name, given) | {"part_s": 0.0})
+    monkeypatch.setattr(parts, "one", lambda name, given, *_: records.part(name, given) | {"part_s": 0.0})
     check_record(name, tmp_path / "records.json")
 
 
@@ -229,16 +252,19 @@ def test_data_that_are_missing_are_told_before_anything_runs(tmp_path: Path) -> 
 # --- the guard
 
 
-def result(candidate: str, step: float, peak: int = 100, green: bool = True) -> Result:
-    workload = Workload("tiny", "lora", 256, "lognormal", 1.0, 0)
-    return Result("", candidate, workload, {"green": green}, {"step": [step] * 4}, memory_bytes={"peak": peak})
+def result(candidate: str, step: float, peak: int = 100, green: bool = True, **more: Any) -> Result:
+    counts = {"launches": more.get("launches", 1000)}
+    workload = Workload("tiny", "lora", 256, "lognormal", more.get("share", 1.0), 0)
+    times, date = {"step": [step] * 4}, more.get("date", "2026-01-01")
+    return Result("", candidate, workload, {"green": green}, times, {"peak": peak}, counts, date=date)
 
 
 def test_the_guard_compares_ratios_and_bytes_with_what_was_committed(tmp_path: Path) -> None:
     write_results([result("pronghorn", 10.0, 120), result("hf", 25.0)], tmp_path / "step-tiny.json")
-    write_results([result("pronghorn", 9.0, 100)], tmp_path / "step-tiny-once.json")
+    write_results([result("pronghorn", 9.0, 100, date="2026-01-03")], tmp_path / "step-tiny-once.json")
+    write_results([result("pronghorn", 9.0, 999, share=0.3, date="2026-01-04")], tmp_path / "step-tiny-30.json")
     before = guard.committed("tiny", tmp_path)
-    assert before["ratio"] == 2.5 and before["peak_bytes"] == 100
+    assert before["ratio"] == 2.5 and before["peaks"] == [(1000, 120), (1000, 100)]
 
     def worse(ours: float, plain: float, peak: int = 100, green: bool = True) -> list[str]:
         now = guard.figures([result("pronghorn", ours, peak, green), result("hf", plain)])
@@ -256,7 +282,23 @@ def test_the_guard_compares_ratios_and_bytes_with_what_was_committed(tmp_path: P
 def test_the_guard_s_models_have_committed_figures() -> None:
     for model in guard.MODELS:
         found = guard.committed(model, guard.RESULTS)
-        assert found["green"] and found["ratio"] > 1.5 and found["peak_bytes"] > 0
+        assert found["green"] and found["ratio"] > 1.5
+        assert min(peak for _, peak in found["peaks"]) > 0 and len({count for count, _ in found["peaks"]}) > 1
+
+
+def test_the_guard_compares_memory_with_a_run_that_launches_as_much(tmp_path: Path) -> None:
+    write_results([result("pronghorn", 10.0, 120), result("hf", 25.0)], tmp_path / "step-tiny.json")
+    (tmp_path / "reports").mkdir()
+    graph = result("pronghorn", 9.0, 100, launches=80, date="2026-01-03")
+    write_results([graph], tmp_path / "reports" / "step-tiny-graph.json")
+    before = guard.committed("tiny", tmp_path)
+
+    def worse(peak: int, launches: int) -> list[str]:
+        now = guard.figures([result("pronghorn", 10.0, peak, launches=launches), result("hf", 25.0)])
+        return guard.compare(now, before, slower=0.07, larger=0.03)
+
+    assert worse(120, 790) == worse(100, 106) == worse(100, 300) == []  # the last is like neither: the newest counts
+    assert worse(125, 790) and worse(110, 106) and worse(110, 300)
 
 
 @pytest.mark.parametrize("slowed", [False, True])
