@@ -61,6 +61,21 @@ def test_packed_equals_alone_for_the_loss_and_every_gradient(model_type: str) ->
             torch.testing.assert_close(parameter.grad, right[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("model_type", ["gemma2", "starcoder2"])
+def test_padded_batches_after_a_packed_one_are_transformers(model_type: str, side: str) -> None:
+    """Attention stays ours then; padding that looks at no key must not become NaN."""
+    stock = tiny(model_type).eval()
+    ids, mask = torch.arange(3, 43).reshape(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    mask[0, slice(0, 7) if side == "left" else slice(13, 20)] = 0
+    with torch.no_grad():
+        right = stock(input_ids=ids, attention_mask=mask).logits
+        pronghorn.attach(stock)
+        stock(**batch(LENGTHS))
+        mine = stock(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(mine[mask.bool()], right[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
 def test_the_probe_changes_neither_weights_nor_gradients_nor_random_state() -> None:
     model = add_lora(generic_model("gpt_neox"), r=4, lora_dropout=0.1)
     pronghorn.attach(model)
