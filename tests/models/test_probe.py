@@ -76,6 +76,19 @@ def test_padded_batches_after_a_packed_one_are_transformers(model_type: str, sid
     torch.testing.assert_close(mine[mask.bool()], right[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "starcoder2"])
+def test_the_loss_comes_first_as_transformers_gives_it(model_type: str) -> None:
+    model, ids = tiny(model_type), torch.arange(3, 23)[None]
+    right = model(input_ids=ids, labels=ids, use_cache=False, return_dict=False)
+    pronghorn.attach(model)
+    mine = model(input_ids=ids, labels=ids, use_cache=False, return_dict=False)
+    assert [each.shape for each in mine] == [each.shape for each in right]
+    torch.testing.assert_close(mine[0], right[0])
+    torch.testing.assert_close(model(input_ids=ids, labels=ids)[0], right[0])
+    loss = model(**batch(LENGTHS)).loss
+    assert model(**batch(LENGTHS), return_dict=False) == (loss,) and model(**batch(LENGTHS))[0] == loss
+
+
 def test_the_probe_changes_neither_weights_nor_gradients_nor_random_state() -> None:
     model = add_lora(generic_model("gpt_neox"), r=4, lora_dropout=0.1)
     pronghorn.attach(model)

@@ -175,9 +175,12 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
             return_dict = kwargs.pop("return_dict", None)
             outputs: Any = original.forward(self, **kwargs)
             outputs["loss"] = logits_loss(outputs.logits, labels, rows, num_items_in_batch)
+            outputs.move_to_end("loss", last=False)  # transformers gives it first: outputs[0], and of tuples
             if packed is not None:
                 outputs["logits"] = None  # of some rows only
-        return outputs.to_tuple() if return_dict is False else outputs
+        if return_dict is False:
+            return tuple(each for each in outputs.to_tuple() if each is not None)
+        return outputs
 
     setattr(forward, PACKS, True)
     return subclass(original, PackedCausalLM, forward=forward)
