@@ -109,6 +109,19 @@ def test_training_over_nf4_experts_is_training_over_their_dense_weights(
     assert gradients.keys() == right.keys() and all(torch.equal(gradients[name], right[name]) for name in right)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_transformers_own_experts_run_over_nf4_in_inference_mode(tmp_path: Path, family: str) -> None:
+    checkpoint(tmp_path, family)
+    model, ids = loaded(tmp_path).eval(), torch.arange(3, 23)[None]
+    model.set_experts_implementation("eager")  # which takes an expert's weight as a view
+    with torch.no_grad():
+        right = dense(model)(ids).logits
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, right)
+        weight = next(p for p in model.parameters() if isinstance(p, NF4Tensor))
+        assert torch.equal(weight.detach().dequantise(), weight.dequantise())
+
+
 @pytest.mark.parametrize("targets", [[], EXPERTS])
 def test_merging_writes_the_dense_weights_with_the_adapter(tmp_path: Path, targets: list[str]) -> None:
     from transformers import AutoModelForCausalLM

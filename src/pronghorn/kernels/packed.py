@@ -90,12 +90,18 @@ class PackedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
+        schema = func._schema
+        views = not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+        if views and torch.is_inference_mode_enabled() and isinstance(first, PackedTensor):
+            # a view of an ordinary tensor has to be one, too, and what inference mode writes out is none
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         if isinstance(first, PackedTensor) and func in _KEEPING:
             return first.of_parts([func(part, *args[1:], **kwargs) for part in first.parts])
         if isinstance(first, PackedTensor) and func is _aten._to_copy.default:
             moved = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
             return first.of_parts([func(part, **moved) for part in first.parts], kwargs.get("dtype"))
-        if func._schema.is_mutable and isinstance(first, PackedTensor):
+        if schema.is_mutable and isinstance(first, PackedTensor):
             raise UnsupportedError(
                 f"a {cls.__name__} can't be written to ({func})", "load the model in 16 bits to change its weights"
             )
