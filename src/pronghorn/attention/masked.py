@@ -100,10 +100,8 @@ def sink_attention(
     scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask.dtype is torch.bool:  # the least number, and not -inf: padding may look nowhere, and must not become NaN
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    else:
-        scores = scores + mask
+    least = torch.finfo(scores.dtype).min  # and not -inf: padding may look nowhere, and must not become NaN
+    scores = scores.masked_fill(~mask, least) if mask.dtype is torch.bool else scores + mask
     if sinks is None:
         shares = scores.softmax(-1)
     else:
