@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from pronghorn.data.batch import Collator
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.models import experts
 from pronghorn.models.attach import attach
 from pronghorn.models.expert_gradients import count_tokens
 from pronghorn.models.lora import add_lora
 from pronghorn.train.gradients import gradient_flags, gradient_norms
+from support.documents import one_document_at_a_time
 from support.tiny import packed_row, tiny_model
 from support.tolerance import ThreeWay
 
@@ -179,6 +180,27 @@ def test_the_auxiliary_loss_is_the_familys_without_the_padded_tail(family: str) 
     assert_same(*({"loss": o.loss.detach(), **g} for o, g in zip((out, wanted), gradients, strict=True)))
     whole = model(**batch, num_items_in_batch=2 * batch["packed"].n_labels)
     torch.testing.assert_close(whole.loss * 2, out.loss)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_hooks_on_experts_activations_are_not_passed_over(family: str) -> None:
+    """It is computed, not called: hooked before attach, experts go transformers' way; after it, an error."""
+    model, batch = tiny_model(family), packed_row([40, 13], 64)
+    activation = next(experts.expert_modules(model)).act_fn
+
+    def halved(*call: Any) -> torch.Tensor:
+        return call[-1] * 0.5
+
+    handle = attach(model)
+    hook = activation.register_forward_hook(halved)
+    with pytest.raises(UnsupportedError, match=r"since attach, the activation of .* carries hooks"):
+        model(**batch)
+    handle.detach()
+    _, right = one_document_at_a_time(model, batch)
+    hooked = attach(model)
+    torch.testing.assert_close(model(**batch).loss, right.float())
+    assert any("carries hooks" in path.why for path in hooked.report)
+    hook.remove()
 
 
 def test_a_loop_needs_experts_and_a_known_name() -> None:

@@ -31,6 +31,7 @@ from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.nf4_experts import NF4Tensor
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.layers.build import watched
 from pronghorn.layers.expert_codes import codes_for
 from pronghorn.layers.subclass import own_class, subclass
 from pronghorn.moe.experts import Experts, LowRank, experts
@@ -179,6 +180,9 @@ def refusal(module: Any) -> str | None:
             return f"the experts are {str(weight.dtype).removeprefix('torch.')} [{weight.dim()} dimensions]"
     if gate(module) is None:
         return f"the activation of {type(module).__name__} has no kernel"
+    activation = getattr(module, _kind(module).activation, None)  # which is computed here, and not called
+    if isinstance(activation, nn.Module) and watched([activation]):
+        return f"the activation of {type(module).__name__} carries hooks, or a forward of its own"
     return None
 
 
