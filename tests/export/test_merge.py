@@ -126,6 +126,15 @@ def test_a_tied_head_of_a_family_that_no_file_knows_has_other_names(tmp_path: Pa
     assert torch.allclose(plain(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-4)
 
 
+def test_a_head_with_a_bias_whose_rows_were_trained_is_refused(tmp_path: Path) -> None:
+    """PEFT computes it without the bias, and no plain model does."""
+    lora = LoraConfig(r=4, target_modules="all-linear", trainable_token_indices={"tok_embeddings": [3, 5]})
+    model = get_peft_model(tiny("modernbert-decoder"), lora)
+    with pytest.raises(UnsupportedError, match="decoder has a bias, which PEFT leaves out"):
+        save_merged(model, None, tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
+
+
 def test_names_that_several_modules_share_in_files_are_converted_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,8 +226,13 @@ def merged_tensors(
         elif hasattr(module, "token_adapter"):  # some rows of an embedding or head were trained
             adapter = module.token_adapter
             active = [] if adapter.disable_adapters else adapter.active_adapters
-            shape = adapter.get_base_layer().weight.shape
-            yield stored(f"{prefix}weight", shape, lambda: adapter.get_merged_weights(active))
+            inner = adapter.get_base_layer()
+            if getattr(inner, "bias", None) is not None:  # no plain model computes as this one
+                raise UnsupportedError(
+                    f"{prefix.removesuffix('.')} has a bias, which PEFT leaves out where rows of a head are trained",
+                    "train embeddings and head whole (modules_to_save)",
+                )
+            yield stored(f"{prefix}weight", inner.weight.shape, lambda: adapter.get_merged_weights(active))
         elif hasattr(module, "parameter_name"):  # an adapter of experts or router, around them or another adapter
             adapted = f"{prefix}{module.parameter_name}"
             for tensor in visit(module.base_layer, prefix):
