@@ -126,6 +126,21 @@ def test_clean_expert_lora_passes(subject_of: Any, family: str) -> None:
     assert found["merged weights"] == f"{weights.get(family, 3 * (4 + 2))} weights hold their adapter"
 
 
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral", "gpt_oss"])
+def test_a_configuration_that_asks_for_the_auxiliary_loss_is_no_wrong_loss(subject_of: Any, family: str) -> None:
+    """TRL sets it where it adds that loss, and a merged model's config.json keeps it."""
+    subject = subject_of(family)
+
+    def asking() -> Any:
+        model = subject.build()
+        model.config.output_router_logits = True
+        return model
+
+    report = verify(replace(subject, build=asking))
+    assert report.ok, [check for check in report.checks if not check.ok]
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("part", ["A", "B"])
 def test_an_expert_that_never_trains(subject_of: Any, part: str) -> None:

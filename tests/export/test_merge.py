@@ -19,6 +19,7 @@ from pronghorn.errors import TrainingError, UnsupportedError
 from pronghorn.export import merge
 from pronghorn.export.merge import merged_tensors, save_merged
 from pronghorn.models.families import base_causal_lm
+from support.causal_lms import tiny, with_adapters
 from support.tiny import FAMILIES, MOE_FAMILIES, tiny_model
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -106,6 +107,32 @@ def test_a_tied_head_is_written_once_and_one_trained_apart_beside_it(tmp_path: P
     save_merged(model, None, tmp_path / "merged")
     save_as_transformers_does(model, tmp_path / "expected")
     assert files(tmp_path / "merged") == files(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("model_type", ["opt", "gpt_bigcode", "bert"])
+def test_a_tied_head_of_a_family_that_no_file_knows_has_other_names(tmp_path: Path, model_type: str) -> None:
+    """Llama's names of embedding and head are not everybody's, and BERT ties a bias, too."""
+    model = with_adapters(tiny(model_type))
+    assert model.config.tie_word_embeddings
+    base = base_causal_lm(model)
+    tied = base.all_tied_weights_keys
+    assert tied.keys() != {"lm_head.weight"} or "model.embed_tokens.weight" not in tied.values()
+    save_merged(model, None, tmp_path / "merged", dtype=torch.float32)
+    assert tensors(tmp_path / "merged").keys() == {tensor.name for tensor in merged_tensors(base, torch.float32)} - set(
+        tied
+    )
+    plain = type(base).from_pretrained(tmp_path / "merged").eval()
+    ids = torch.arange(3, 20)[None]
+    assert torch.allclose(plain(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-4)
+
+
+def test_a_head_with_a_bias_whose_rows_were_trained_is_refused(tmp_path: Path) -> None:
+    """PEFT computes it without the bias, and no plain model does."""
+    lora = LoraConfig(r=4, target_modules="all-linear", trainable_token_indices={"tok_embeddings": [3, 5]})
+    model = get_peft_model(tiny("modernbert-decoder"), lora)
+    with pytest.raises(UnsupportedError, match="decoder has a bias, which PEFT leaves out"):
+        save_merged(model, None, tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
 
 
 def test_names_that_several_modules_share_in_files_are_converted_together(

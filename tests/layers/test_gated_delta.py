@@ -164,3 +164,12 @@ def test_saving_gives_the_same_bytes(family: str, tmp_path: Path) -> None:
     ours.save_pretrained(tmp_path / "detached")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "ours", "detached")]
     assert files[0] == files[1] == files[2]
+
+
+@pytest.mark.parametrize("family", DELTA_FAMILIES)
+def test_a_model_cut_before_its_first_attention_has_a_report(family: str) -> None:
+    """The first three layers of a Qwen3.5 are delta nets, with no heads of attention to choose a kernel for."""
+    model = tiny_model(family, num_hidden_layers=3, layer_types=["linear_attention"] * 3)
+    handle = attach(model, layers="fused")
+    parts = [line.part for line in handle.report]
+    assert "decoder layers" in parts and "packed attention" not in parts

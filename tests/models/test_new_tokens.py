@@ -13,12 +13,14 @@ import torch
 from rich.console import Console
 
 from pronghorn.config import Recipe
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.models.attach import attach
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.models.new_tokens import add_tokens, grow_embeddings, trainable_tokens
+from pronghorn.models.reach import end_names
 from pronghorn.train.run import run
+from support.causal_lms import tiny
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.tiny import packed_row, tiny_model
 from support.tolerance import assert_three_way
@@ -202,3 +204,17 @@ def test_a_saved_adapter_keeps_its_tokens(stories: Path, tmp_path: Path) -> None
     table["train"]["output"] = str(tmp_path / "more")
     with pytest.raises(ConfigError, match="is a saved adapter, which has the tokens it was trained with"):
         run(Recipe.model_validate(table), QUIET)
+
+
+@pytest.mark.parametrize("model_type", ["phi", "modernbert-decoder"])
+def test_rows_of_a_head_with_a_bias_are_refused(model_type: str) -> None:
+    """PEFT would compute the head without its bias, from the first step on. Trained whole it keeps it."""
+    model = tiny(model_type).eval()
+    embeddings, head = end_names(model)
+    rows = {embeddings: [3]} if model.config.tie_word_embeddings else {embeddings: [3], head: [3]}
+    with pytest.raises(UnsupportedError, match=f"rows of new tokens in {head}, which has a bias"):
+        add_lora(model, trainable_token_indices=rows)
+    ids = torch.arange(3, 20)[None]
+    before = model(input_ids=ids).logits
+    whole = add_lora(model, modules_to_save=list(rows)).eval()
+    assert torch.allclose(whole(input_ids=ids).logits, before, atol=1e-5)

@@ -125,6 +125,8 @@ class Run:
         self.parameters: dict[str, Tensor] = trainable(self.model)
         self.kept = set(kept_gradients(self.parameters))
         base = base_causal_lm(self.model)
+        if getattr(base.config, "output_router_logits", False):  # what is compared is the cross-entropy alone
+            base.config.output_router_logits = False
         self.device = base.device
         self.probe = min(probe_tokens(base), subject.row_tokens - 2 * NEIGHBOUR)
         self.position_dependent = position_dependent(base)

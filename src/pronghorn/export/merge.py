@@ -28,6 +28,7 @@ from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models.attach import plain_class
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
+from pronghorn.models.skeleton import tied_names
 from pronghorn.parity.distance import MERGED_LOGITS, relative_error
 from pronghorn.precision.loader import StoredTensor, load
 
@@ -125,8 +126,8 @@ def write_model(
     as_files = functools.partial(revert_weight_conversion, plain) if original is None else original.named
     expected = plain.state_dict()
     assert stored.keys() == expected.keys(), f"{stored.keys() ^ expected.keys()}"
-    if plain.config.tie_word_embeddings:
-        del expected["lm_head.weight"]
+    for name in tied_names(plain):
+        del expected[name]
     as_saved = as_files(expected)
     # what is renamed or split together (a layer's experts) lies in one module
     modules: dict[str, dict[str, Tensor]] = {}
@@ -166,8 +167,9 @@ def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor])
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     # `modules_to_save` trains a copy of a tied head or embedding: tying them again would drop one of the two
-    config.tie_word_embeddings = config.tie_word_embeddings and torch.equal(
-        stored["model.embed_tokens.weight"].read(), stored["lm_head.weight"].read()
+    pairs = base.all_tied_weights_keys.items() if config.tie_word_embeddings else ()
+    config.tie_word_embeddings = config.tie_word_embeddings and all(
+        torch.equal(stored[tied].read(), stored[name].read()) for tied, name in pairs
     )
     with torch.device("meta"):
         plain = plain_class(base)(config).to(dtype)
@@ -224,8 +226,13 @@ def merged_tensors(
         elif hasattr(module, "token_adapter"):  # some rows of an embedding or head were trained
             adapter = module.token_adapter
             active = [] if adapter.disable_adapters else adapter.active_adapters
-            shape = adapter.get_base_layer().weight.shape
-            yield stored(f"{prefix}weight", shape, lambda: adapter.get_merged_weights(active))
+            inner = adapter.get_base_layer()
+            if getattr(inner, "bias", None) is not None:  # no plain model computes as this one
+                raise UnsupportedError(
+                    f"{prefix.removesuffix('.')} has a bias, which PEFT leaves out where rows of a head are trained",
+                    "train embeddings and head whole (modules_to_save)",
+                )
+            yield stored(f"{prefix}weight", inner.weight.shape, lambda: adapter.get_merged_weights(active))
         elif hasattr(module, "parameter_name"):  # an adapter of experts or router, around them or another adapter
             adapted = f"{prefix}{module.parameter_name}"
             for tensor in visit(module.base_layer, prefix):

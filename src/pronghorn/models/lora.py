@@ -59,7 +59,8 @@ def add_lora(
         adapter_dtype: float32 (None, "auto") or bfloat16, whatever the base's.
     Raises:
         ConfigError: the model has an adapter already, or rank or targets make no sense.
-        UnsupportedError: adapters on the head or the embeddings (`modules_to_save` trains them whole).
+        UnsupportedError: adapters on the head or the embeddings (`modules_to_save` trains them whole), or rows of a
+            head with a bias.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -113,6 +114,8 @@ def add_lora(
     check_whole_modules(model, modules_to_save or ())
     ends = bool(set(end_names(base_causal_lm(model))) & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
+    if trainable_token_indices:
+        _check_head_of_rows(base_causal_lm(model), trainable_token_indices, tied)
     config = LoraConfig(
         r=r,
         lora_alpha=lora_alpha,
@@ -254,6 +257,17 @@ def _check_targets(
             )
         if not found:
             raise ConfigError(f"target module {target!r} is not in the model", some)
+
+
+def _check_head_of_rows(base: Any, rows: dict[str, list[int]], tied: bool) -> None:
+    """Refuse to train rows of a head with a bias (Phi-2, ModernBERT's decoder): PEFT computes it without the bias."""
+    embeddings, head = end_names(base)
+    trained = {path.rsplit(".", 1)[-1] for path in rows} if isinstance(rows, dict) else {embeddings}
+    if (tied or head in trained) and getattr(base.get_output_embeddings(), "bias", None) is not None:
+        raise UnsupportedError(
+            f"rows of new tokens in {head}, which has a bias: PEFT leaves the bias out where rows are trained",
+            f"train it whole: modules_to_save {[embeddings] if tied else [embeddings, head]}",
+        )
 
 
 def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:

@@ -91,7 +91,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     queries = queries_of(model, autocast)
     in_fp8 = _experts_in_fp8(handle, autocast)
     of_experts = handle.options.compute if in_fp8 == "" else Compute.DTYPE
-    experts = () if handle.experts is None else handle.experts.paths(queries[0].dtype, of_experts)
+    experts = () if handle.experts is None else handle.experts.paths(_dtype(model, autocast), of_experts)
     sinks = family_of(model.config).load_attention == "eager"
     unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
     if handle.options.compute.is_fp8:
@@ -176,7 +176,7 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         path = f"{path}, for input gradients; the forward in the model's dtype"
     if chooses_codes(layers):
         path = f"{path}; {CODES_WRITTEN if layers.builder.codes_written else '8-bit codes kept beside the weights'}"
-    multiplied = [base for bases in layers.fp8_products(queries_of(handle.model, autocast)[0].dtype) for base in bases]
+    multiplied = [base for bases in layers.fp8_products(_dtype(handle.model, autocast)) for base in bases]
     of_products = [base.weight for base in multiplied if isinstance(base.weight, PackedTensor)]
     again = len(of_products) - sum(map(has_own_codes, of_products))
     if of_products:
@@ -198,14 +198,19 @@ def _experts_in_fp8(handle: Handle, autocast: torch.dtype | None) -> str | None:
     """Say why experts don't multiply in 8 bits: "" if they do, None where 8 bits weren't asked for."""
     if not handle.options.compute.is_fp8 or handle.layers is None:
         return None
-    return handle.layers.experts_reason(queries_of(handle.model, autocast)[0].dtype) or ""
+    return handle.layers.experts_reason(_dtype(handle.model, autocast)) or ""
 
 
 def queries_of(model: Any, autocast: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Return [0, D] for each size of heads, like layers' queries; with 4-bit weights they are bfloat16."""
-    of_weights = next(model.parameters()).dtype
-    dtype = autocast or (of_weights if of_weights.is_floating_point else torch.bfloat16)
+    """Return [0, D] for each size of heads, like layers' queries; none of a model that has delta nets alone."""
+    dtype = _dtype(model, autocast)
     return [torch.empty(0, dim, dtype=dtype, device=model.device) for dim in head_dims(model)]
+
+
+def _dtype(model: Any, autocast: torch.dtype | None) -> torch.dtype:
+    """Return what layers compute in: autocast's dtype or the weights'; with 4-bit weights it is bfloat16."""
+    of_weights = next(model.parameters()).dtype
+    return autocast or (of_weights if of_weights.is_floating_point else torch.bfloat16)
 
 
 def _parts(queries: list[torch.Tensor]) -> list[str]:
