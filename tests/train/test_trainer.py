@@ -236,6 +236,10 @@ def test_columns_of_names_that_mean_something_here(stories: Path, tmp_path: Path
     trainer = SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
     trainer.train()
     assert len(losses(trainer)) == 4
+    for labels in ([1, 2, 3], "good", 0):
+        rows = Dataset.from_list([{"text": "A cat sat.", "labels": labels}])
+        with pytest.raises(DataError, match="remove_columns"):
+            SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
 
 
 @pytest.mark.slow
