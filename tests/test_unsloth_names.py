@@ -220,10 +220,18 @@ def test_methods_that_are_not_here_are_answered(stories: Path) -> None:
 def test_templates_by_unsloth_s_names(stories: Path) -> None:
     tokenizer = with_template("llama-3", stories)
     assert get_chat_template(tokenizer, "llama-3.1") is tokenizer and tokenizer.eos_token == "<|eot_id|>"
-    with pytest.raises(ConfigError, match="leave the call out"):
-        get_chat_template(tokenizer, "zephyr")
+    for other in ("zephyr", "qwen3-instruct"):
+        with pytest.raises(ConfigError, match="leave the call out"):
+            get_chat_template(tokenizer, other)
     with pytest.raises(ConfigError, match="standardize_sharegpt"):
         get_chat_template(tokenizer, "llama-3.1", mapping={"role": "from", "content": "value"})
+
+
+@pytest.mark.parametrize("name", ["llama-31", "llama-3.2", "llama-3.3"])
+def test_the_later_llamas_have_the_template_of_llama_3_1(name: str, stories: Path) -> None:
+    tokenizer = get_chat_template(with_template("llama-3", stories), name)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
+    assert text.startswith(f"{tokenizer.bos_token}<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date")
 
 
 def test_turns_become_messages() -> None:

@@ -13,12 +13,13 @@ from pronghorn.unsloth_names import elsewhere
 __all__ = ["get_chat_template", "standardize_data_formats", "standardize_sharegpt", "train_on_responses_only"]
 
 _SPELLINGS = {
-    "llama-3": ("llama3", "llama-3.1", "llama-31", "llama-3.2", "llama-3.3"),
+    "llama-3": ("llama3",),
+    "llama-3.1": ("llama-31", "llama-3.2", "llama-3.3"),
     "qwen-2.5": ("qwen2.5", "qwen25", "qwen-25"),
-    "qwen-3": ("qwen3", "qwen-3-instruct", "qwen3-instruct"),
+    "qwen-3": ("qwen3",),
     "gemma": ("gemma2", "gemma-2", "gemma3", "gemma-3"),
 }
-"""What Unsloth calls the built-in templates."""
+"""What Unsloth calls the built-in templates. Its qwen3-instruct is none: that model writes no block of reasoning."""
 _ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 

@@ -179,6 +179,9 @@ def _meant(path: list[str], about: dict[str, str]) -> str:
     known = list(dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in about if name.startswith(prefix)))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     everywhere = [name for name in about if name.endswith(f".{key}")]
+    first, _, inner = key.partition(".")
+    if inner and first in known:  # of an override
+        return f"write {prefix}{first}: {{{inner}: …}}"
     if prefix.startswith("data.") and re.search(r"[./]", key):
         return f"write {{path: {key}, weight: …}}"
     if (meant := IN_SECTION.get(".".join([*outer, key]))) is not None:

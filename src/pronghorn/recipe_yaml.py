@@ -135,3 +135,14 @@ def override_key(table: dict[str, Any], override: str) -> None:
     if not isinstance(table[section], dict):
         raise ConfigError(f"{shown}: {section} is no section", "write e.g. train.max_steps=3")
     table[section][name] = parse(value, shown)
+    if comment := _comment(value):
+        raise ConfigError(f"{shown}: YAML leaves out {short(comment)}", f"quote the value: '{key.strip()}=\"…\"'")
+
+
+def _comment(value: str) -> str:
+    """Return the comment that ends a value, which can be read. In an override it was meant as a part of it."""
+    if "#" not in value:  # reading it twice takes long where it is long
+        return ""
+    ends = [token.end_mark.index for token in yaml.scan(value) if not isinstance(token, yaml.BlockEndToken)]
+    rest = value[max(ends[:-1]) :].strip()  # the last token is the stream's end
+    return rest if rest.startswith("#") else ""

@@ -222,6 +222,13 @@ def test_rounding_in_the_products_of_16_bits_is_not_the_merge_s(
         save_merged(model, None, tmp_path / "wrong", dtype=torch.bfloat16)
 
 
+def test_weights_that_a_training_broke_are_no_wrong_merge(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
+    next(weight for name, weight in model.named_parameters() if ".lora_B" in name).data.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="before anything is merged"):
+        save_merged(model, None, tmp_path / "merged")
+
+
 def test_a_class_of_transformers_that_fails_by_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Llama 4's with its tower does in transformers 5.24; nothing is left behind."""
 

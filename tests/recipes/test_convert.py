@@ -141,6 +141,19 @@ def test_defaults_there_that_differ_are_written(place: Path) -> None:
     assert recipe["model"]["max_seq_length"] == 2048 and recipe["data"]["loss_on"] == "last"
 
 
+def test_the_wording_of_a_format_of_one_s_own_is_told_as_lost(place: Path) -> None:
+    own = """{field_instruction: question, field_output: answer, system_prompt: Be brief, system_format: "",
+        format: "Q: {instruction} A:", no_input_format: "Q: {instruction} A:"}"""
+    best = "load_best_model_at_end: false\n"
+    _, recipe, written = convert(f"{HEAD}{best}datasets: [{{path: a/c, type: {own}}}]\n", place)
+    assert recipe is not None and recipe["train"]["load_best"] is False
+    columns = {"instruction": "question", "output": "answer"}
+    assert recipe["data"]["train"] == [{"path": "a/c", "format": "alpaca", "columns": columns}]
+    for key in ("system_prompt", "format", "no_input_format"):
+        assert f"#   datasets.type.{key}: '" in written
+    assert "type.system_format" not in written and "type.field_" not in written  # empty, or taken over
+
+
 def test_dataset_info_is_read(place: Path) -> None:
     _, recipe, _ = convert(LLAMA_FACTORY["lora_sft"], place)
     assert recipe is not None

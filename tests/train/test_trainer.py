@@ -209,6 +209,39 @@ def test_text_datasets_pack_and_the_loss_falls(stories: Path, texts: list[str], 
     assert entry["packing_efficiency"] == entry["tokens"] / ROW and entry["skipped_steps"] == 0
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_text_that_begins_with_bos_gets_no_second_one(stories: Path, tmp_path: Path, packing: bool) -> None:
+    model, tokenizer = adapted(stories)
+    begins = tokenizer.bos_token
+    alike = {
+        "text": [{"text": "A cat sat."}, {"text": f"{begins}A cat sat."}],
+        "prompt": [{"prompt": p, "completion": " A cat."} for p in ("Who?", f"{begins}Who?")],
+    }
+    for rows in alike.values():
+        with pytest.warns(UserWarning, match="texts begin with"):
+            trainer = SFTTrainer(
+                model, config(tmp_path, packing=packing), train_dataset=Dataset.from_list(rows), tokenizer=tokenizer
+            )
+        first, second = getattr(trainer.train_dataset, "documents", trainer.train_dataset)
+        assert first["input_ids"] == second["input_ids"] and first["labels"][1:] == second["labels"][1:]
+        assert first["input_ids"].count(tokenizer.bos_token_id) == 1
+    tokenised = Dataset.from_list([{"input_ids": [1, 1, 5], "attention_mask": [1, 1, 1]}])  # as somebody wanted it
+    trainer = SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=tokenised, tokenizer=tokenizer)
+    assert getattr(trainer.train_dataset, "documents", trainer.train_dataset)[0]["input_ids"] == [1, 1, 5]
+
+
+def test_columns_of_names_that_mean_something_here(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    rows = Dataset.from_list([{"text": "A cat sat.", "lengths": 3}] * 4)
+    trainer = SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
+    trainer.train()
+    assert len(losses(trainer)) == 4
+    for labels in ([1, 2, 3], "good", 0):
+        rows = Dataset.from_list([{"text": "A cat sat.", "labels": labels}])
+        with pytest.raises(DataError, match="remove_columns"):
+            SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
+
+
 @pytest.mark.slow
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("packing", [True, False])

@@ -261,7 +261,7 @@ def _texts(path: Path) -> Values:
         if "".join(piece).strip():
             if all(_is_object(line) for line in piece if line.strip()):
                 raise DataError(f"{path} line {start}: a JSON object, not text", "rename the file: .jsonl")
-            yield start, {"text": "\n".join(piece)}
+            yield start, {"text": "\n".join(piece).removesuffix("\r")}  # of the line's end before the separator
         start, piece = number + 1, []
 
 

@@ -333,6 +333,11 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
                 plain = model(input_ids=tokens).logits.float()
     finally:
         model.train(was_training)
+    if not adapted.isfinite().all():
+        raise TrainingError(
+            "the adapted model's own logits hold NaN or infinity, before anything is merged",
+            "load an adapter or checkpoint from before the training broke, or train again with a lower learning rate",
+        )
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     composite = composite_of(base)
     loader = AutoModelForCausalLM if composite is None else type(composite.whole)

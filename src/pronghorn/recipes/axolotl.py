@@ -192,6 +192,10 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
         names = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
         columns = {ours: kind[name] for name, ours in (names | {"field_system": "system"}).items() if kind.get(name)}
         source["format"] = "alpaca"
+        told = {"system_prompt": "data.system_prompt holds for all sources"}
+        for key in [key for key, value in kind.items() if value and key not in ("field_system", *names)]:
+            instead = told.get(key, "rows become conversations of the chat template; or write prompt and completion")
+            draft.lost[f"{where}.type.{key}"] = f"{kind[key]!r:.40}: {instead}"
     elif kind == "completion":
         source["format"], columns = "text", {"text": table.pop("field", "text")}
     elif kind == "input_output":

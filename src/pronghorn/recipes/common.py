@@ -20,6 +20,7 @@ SAME = {
     "save_steps": "train.save_steps",
     "save_total_limit": "train.keep_checkpoints",
     "eval_steps": "train.eval_steps",
+    "load_best_model_at_end": "train.load_best",
     "seed": "train.seed",
     "output_dir": "train.output",
     "tf32": "precision.tf32",

@@ -38,7 +38,7 @@ from pronghorn.models.families import balances_experts, base_causal_lm
 from pronghorn.models.generic import PACKING
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
-from pronghorn.train import checkpoint, validate
+from pronghorn.train import checkpoint, prepared_rows, validate
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
@@ -189,6 +189,7 @@ class SFTTrainer(SharedLayersTrainer):
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
             return PackedRows(dataset, args.max_length, seed=data_seed(args))
         documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+        documents = prepared_rows.tidied(documents, dataset, processing_class)
         validate.check_documents(dataset_name, documents, args.max_length)
         return PackedRows(documents, args.max_length, seed=data_seed(args)) if packing else documents
 
@@ -352,8 +353,7 @@ class SFTTrainer(SharedLayersTrainer):
             started = time.perf_counter()
             with self.accelerator.autocast():
                 loss = heldout_loss(self.model, rows, self._pack_collator)
-            seconds = time.perf_counter() - started
-            metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": seconds}
+            metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": time.perf_counter() - started}
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics

@@ -68,6 +68,11 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
         elif isinstance(row := dataset[0], dict):
             refuse_media(f"{name}, in its first row's messages,", parts_of(row))
             prepared = (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+            if "labels" in row and "input_ids" not in row:
+                raise DataError(
+                    f"{name} has a column labels, which TRL takes for the labels of tokens, and no input_ids",
+                    'dataset.remove_columns("labels")',
+                )
             if (formats := kwargs.get("formatting_func")) is not None:
                 _check_formatting(formats, row)
             elif not prepared and isinstance(dataset, Dataset):

@@ -1,0 +1,42 @@
+"""What the trainer mends in rows that TRL has tokenised."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pyarrow.compute
+from datasets import Dataset
+
+
+def tidied(documents: Any, given: Any, tokenizer: Any) -> Any:
+    """Return the documents that TRL made of the rows `given` without a second BOS, which a text written by a chat
+    template has (the tokenizer adds another), and without a column `lengths`, which packed rows alone have here."""
+    if "lengths" in (documents.column_names or ()):
+        documents = documents.remove_columns("lengths")
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None or "input_ids" in next(iter(given)) or tokenizer("")["input_ids"][:1] != [bos]:
+        return documents
+    if isinstance(documents, Dataset):
+        if not _begin_twice(documents, bos):
+            return documents
+        warnings.warn(
+            f"texts begin with {tokenizer.bos_token}, and the tokenizer adds one: documents begin with one of them",
+            stacklevel=4,
+        )
+    return documents.map(_without_second, fn_kwargs={"bos": bos})
+
+
+def _begin_twice(documents: Dataset, bos: int) -> bool:
+    """Tell whether a document begins with two of them."""
+    for table in documents.select_columns("input_ids").with_format("arrow").iter(batch_size=1000):
+        if [bos, bos] in pyarrow.compute.list_slice(table["input_ids"], 0, 2).to_pylist():
+            return True
+    return False
+
+
+def _without_second(row: dict[str, Any], bos: int) -> dict[str, Any]:
+    """Return a row's tokens and labels less the first token, where two of `bos` begin it."""
+    start = int(list(row["input_ids"][:2]) == [bos, bos])
+    return {name: row[name][start:] for name in ("input_ids", "labels")}
