@@ -40,4 +40,6 @@ def _without_second(row: dict[str, Any], bos: int) -> dict[str, Any]:
     """Return a row's values a token (tokens, labels, masks) less the first token, where two of `bos` begin it."""
     ids = row["input_ids"]
     start = int(list(ids[:2]) == [bos, bos])
-    return {name: values[start:] for name, values in row.items() if isinstance(values, list) and len(values) == len(ids)}
+    return {
+        name: values[start:] for name, values in row.items() if isinstance(values, list) and len(values) == len(ids)
+    }
