@@ -92,7 +92,7 @@ def part(name: str, given: Any) -> dict[str, Any]:
     routed, layers = has_experts(model.config.to_dict()), model.config.num_hidden_layers
     found: dict[str, Any] = {"shape": case.shape, "method": case.method, "layers": layers}
     found |= {"steps": given.steps, "tokens": given.tokens, "variants": {}}
-    found |= gone_on_with(given.before, found)
+    found |= measured_before(given.before, found)
     for variant, changes in variants_of(case, routed).items():
         if variant in found["variants"]:
             continue
@@ -122,7 +122,7 @@ def part(name: str, given: Any) -> dict[str, Any]:
     return found
 
 
-def gone_on_with(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def measured_before(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Return what a part that was ended had of the same steps: its variants, but those that failed, and its terms."""
     if any(before.get(name) != found[name] for name in ("shape", "steps", "tokens")):
         return {}

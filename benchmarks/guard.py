@@ -7,9 +7,9 @@ For each model `benchmarks.step` runs Pronghorn and `hf` (transformers and PEFT,
 turns in one run, behind its gate. How many times as long the plain step takes is compared with the same ratio in
 benchmarks/results: both sides of a ratio are of one run, so a slow host or a hot card moves it little, and another GPU
 moves it some. Peak memory is compared by bytes with a committed run that has a graph of the layers where this one has.
-Ends with code 1 where a gate is
-red, the ratio fell by more than `--slower`, or memory grew by more than `--larger`. It sees whole steps of these models
-alone, and nothing that takes longer to show: no offloading, no experts, no 4 or 8 bits.
+Ends with code 1 where a gate is red, the ratio fell by more than `--slower`, or memory grew by more than `--larger`. It
+sees whole steps of these models alone, and nothing that takes longer to show: no offloading, no experts, no 4 or 8
+bits.
 """
 
 from __future__ import annotations

@@ -70,18 +70,13 @@ def test_a_part_that_fails_or_takes_too_long_tells_so_with_what_it_had(code: str
     assert said in found["error"] and found["half"] == 1 and found["output"] == (["why"] if limit == 60 else [])
 
 
-def test_a_part_that_was_ended_gets_what_it_had(tmp_path: Path) -> None:
+def test_a_part_that_was_ended_gets_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "parts.json"
     out.write_text(json.dumps({"parts": {"a": {"half": 1, "error": "cut off"}}}))
-    asked = given(out, only=["a", "b"])
-
-    def told(name: str, before: Any) -> dict[str, Any]:
-        code = (
-            "import json, sys; a, b = sys.argv[1:]; json.dump({'before': json.load(open(a))['before']}, open(b, 'w'))"
-        )
-        return parts.one(name, asked, lambda _, *files: [sys.executable, "-c", code, *map(str, files)], before)
-
-    assert told("a", {"half": 1})["before"] == {"half": 1} and told("b", None)["before"] == {}
+    code = "import json, sys; a, b = sys.argv[1:]; json.dump({'before': json.load(open(a))['before']}, open(b, 'w'))"
+    monkeypatch.setattr(parts, "_command", lambda _, __, *files: [sys.executable, "-c", code, *map(str, files)])
+    done = parts.run_parts(Kept(), given(out, only=["a", "b"]), "")
+    assert done["a"]["before"] == {"half": 1, "error": "cut off"} and done["b"]["before"] == {}
 
 
 # --- ablation
@@ -90,10 +85,10 @@ def test_a_part_that_was_ended_gets_what_it_had(tmp_path: Path) -> None:
 def test_an_ablation_that_was_ended_goes_on_with_the_variants_it_lacks() -> None:
     now = {"shape": "x", "steps": 100, "tokens": 8192}
     before = {**now, "variants": {"none": {"losses": [1.0]}, "all": {"error": "out of memory"}}, "error": "cut off"}
-    assert ablation.gone_on_with(before, now) == {"variants": {"none": {"losses": [1.0]}}}
-    with_terms = ablation.gone_on_with({**before, "predicted": {"s_ms": 1.0}}, now)
+    assert ablation.measured_before(before, now) == {"variants": {"none": {"losses": [1.0]}}}
+    with_terms = ablation.measured_before({**before, "predicted": {"s_ms": 1.0}}, now)
     assert with_terms["predicted"] == {"s_ms": 1.0}
-    assert ablation.gone_on_with(before, {**now, "steps": 40}) == ablation.gone_on_with({}, now) == {}
+    assert ablation.measured_before(before, {**now, "steps": 40}) == ablation.measured_before({}, now) == {}
 
 
 def test_variants_have_the_changes_that_a_case_can_have() -> None:

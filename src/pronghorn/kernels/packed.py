@@ -90,9 +90,7 @@ class PackedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        schema = func._schema
-        views = not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
-        if views and torch.is_inference_mode_enabled() and isinstance(first, PackedTensor):
+        if torch.is_inference_mode_enabled() and isinstance(first, PackedTensor) and _gives_a_view(func):
             # a view of an ordinary tensor has to be one, too, and what inference mode writes out is none
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
@@ -101,7 +99,7 @@ class PackedTensor(Tensor):
         if isinstance(first, PackedTensor) and func is _aten._to_copy.default:
             moved = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
             return first.of_parts([func(part, **moved) for part in first.parts], kwargs.get("dtype"))
-        if schema.is_mutable and isinstance(first, PackedTensor):
+        if func._schema.is_mutable and isinstance(first, PackedTensor):
             raise UnsupportedError(
                 f"a {cls.__name__} can't be written to ({func})", "load the model in 16 bits to change its weights"
             )
@@ -110,6 +108,12 @@ class PackedTensor(Tensor):
             return value.dequantise() if isinstance(value, PackedTensor) else value
 
         return func(*tree_map(written_out, args), **tree_map(written_out, kwargs))
+
+
+def _gives_a_view(func: Any) -> bool:
+    """Tell whether an operation returns views of what it is given."""
+    schema = func._schema
+    return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
 
 
 class PackedExperts(PackedTensor):

@@ -1,4 +1,4 @@
-"""What the trainer mends in rows that TRL has tokenised."""
+"""What the trainer mends in texts that TRL has tokenised."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from datasets import Dataset
 
 
 def tidied(documents: Any, given: Any, tokenizer: Any) -> Any:
-    """Return the documents that TRL made of the rows `given` without a second BOS, which a text written by a chat
-    template has (the tokenizer adds another), and without a column `lengths`, which packed rows alone have here."""
+    """Return the documents that TRL made of the rows `given`, those that were tokenised before as they are.
+
+    Of texts a second BOS is left out, which a text written by a chat template has (the tokenizer adds another), and so
+    is a column `lengths` of the data set's own, which means the documents of packed rows here.
+    """
+    if "input_ids" in next(iter(given)):
+        return documents
     if "lengths" in (documents.column_names or ()):
         documents = documents.remove_columns("lengths")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is None or "input_ids" in next(iter(given)) or tokenizer("")["input_ids"][:1] != [bos]:
+    if bos is None or tokenizer("")["input_ids"][:1] != [bos]:
         return documents
     if isinstance(documents, Dataset):
         if not _begin_twice(documents, bos):
