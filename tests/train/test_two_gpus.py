@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from support.packed_checkpoints import mxfp4_checkpoint
 from support.several import Make, recipes, steps, stopped_at, weights_of
 
 pytestmark = [
@@ -30,6 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "fp8_both": {"precision": {"compute": "fp8_both"}},
     "nf4": {"model": {"load_in_4bit": True}},
     "nf4 fp8": {"model": {"load_in_4bit": True}, "precision": {"compute": "fp8"}},
+    "mxfp4": {},
     "full": {"adapter": {"method": "full"}, "train": {"learning_rate": 1e-3}},
 }
 
@@ -57,8 +59,25 @@ def base(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recipe(base: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    return recipes(base, shared, tmp_path_factory.mktemp("gpus"))
+def experts(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss whose experts are in MXFP4, with the same tokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("experts")
+    mxfp4_checkpoint(folder, vocab_size=512, hidden_size=256, intermediate_size=256, head_dim=64)
+    AutoTokenizer.from_pretrained(stories).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recipe(base: Path, experts: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    of_linears = recipes(base, shared, tmp_path_factory.mktemp("gpus"))
+    of_experts = recipes(experts, shared, tmp_path_factory.mktemp("gpus"))
+
+    def make(name: str, launch: dict[str, Any] | None = None, **train: Any) -> tuple[str, Path]:
+        return (of_experts if name.startswith("mxfp4") else of_linears)(name, launch, **train)
+
+    return make
 
 
 def written(make: Make, name: str, kind: str, launch: dict[str, Any]) -> tuple[str, Path]:
