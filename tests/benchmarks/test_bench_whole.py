@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablation, end_to_end, guard, longest_row, parts, records
+from benchmarks import ablation, end_to_end, guard, longest_row, parts, probe_cost, records
 from benchmarks.candidates import trainers
 from benchmarks.record import Result, Workload, unfinished, write_results
 from pronghorn.diagnose.shapes import SHAPES, shape_of, write_checkpoint
@@ -242,6 +242,17 @@ def test_rows_are_read_from_questions_and_instructions(tmp_path: Path) -> None:
 def test_data_that_are_missing_are_told_before_anything_runs(tmp_path: Path) -> None:
     done = programs.invoke(end_to_end, "--model", "tiny", "--train", tmp_path / "nothing.jsonl")
     assert done.exit_code == 1 and "nothing.jsonl is not there" in done.stderr
+
+
+# --- the probe's cost
+
+
+@pytest.mark.parametrize("most", [60.0, 0.0])
+def test_probes_are_timed_and_a_slow_one_is_told(most: float, tmp_path: Path) -> None:
+    done = programs.invoke(probe_cost, "--tiny", "--most", most, "--out", tmp_path / "probe.json")
+    found = json.loads((tmp_path / "probe.json").read_text())
+    assert done.exit_code == (most == 0.0), done.output
+    assert found["clean"] and len(found["seconds"]) == 3 and min(found["seconds"]) > 0
 
 
 # --- the guard
