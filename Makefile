@@ -34,11 +34,14 @@ demo: $(READY)
 	$(PY) demo/prepare.py
 	$(PY) -m pronghorn train $(RECIPE) $(SET)
 
+# A worker that dies ends the run, and its test is named: with loadfile, xdist would wait forever for one started anew.
+PYTEST := $(PY) -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --shared=$(SHARED)
+
 test: check
-	$(PY) -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder --shared=$(SHARED)
+	$(PYTEST)
 
 test-all: check
-	$(PY) -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder --shared=$(SHARED) -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 check: $(READY)
 	$(PY) -m ruff format --check .

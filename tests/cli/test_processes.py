@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -113,6 +114,8 @@ def forked(monkeypatch: pytest.MonkeyPatch, *work: Callable[[], int]) -> None:
 
     def begin(line: object, env: dict[str, str], **_: object) -> Forked:
         def be() -> int:
+            for number in (signal.SIGTERM, signal.SIGHUP):  # as in a program of its own
+                signal.signal(number, signal.SIG_DFL)
             os.environ.update(env)
             return work[int(env["RANK"])]()
 
@@ -190,6 +193,29 @@ def test_an_error_after_a_signal_is_shown_and_waited_for_no_longer(monkeypatch: 
     with pytest.raises(TrainingError, match="process 1 of 3 failed: ValueError: mine"):
         processes.start(3, [])
     assert time.monotonic() - begun < 1.5 + GRACE + 5
+
+
+def test_a_signal_while_processes_are_started_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sends it before the second is there."""
+    begun: list[int] = []
+
+    def asks() -> int:
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(60)
+        return 0
+
+    forked(monkeypatch, asks, partial(time.sleep, 60))  # type: ignore[arg-type]
+    begin = processes.subprocess.Popen
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        process = begin(*args, **options)
+        begun.append(process.pid)
+        time.sleep(0.3)
+        return process
+
+    processes.subprocess.Popen = slowly  # type: ignore[misc]
+    assert processes.start(2, []) == 128 + signal.SIGTERM
+    assert len(begun) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in begun)
 
 
 def ignores() -> int:

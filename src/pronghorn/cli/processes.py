@@ -109,10 +109,11 @@ def start(count: int, command: Sequence[str]) -> int:
 
 def _start(count: int, command: Sequence[str], environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pronghorn-") as folder:
-        group = _Group(count, command, Path(folder), environment)
+        group = _Group(count, Path(folder))
         heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
         earlier = {number: signal.signal(number, group.pass_on) for number in heard}
         try:
+            group.begin(command, environment)
             return group.wait()
         finally:
             group.kill()
@@ -145,20 +146,25 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 class _Group:
     """The processes of one run on this machine."""
 
-    def __init__(self, count: int, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, count: int, folder: Path) -> None:
         self._folder = folder
         self._signal = 0
         """The last one that was passed on."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._seen = dict.fromkeys(range(count), time.time())
         """When each was last seen to run."""
-        port = _free_port()
+
+    def begin(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the processes. A signal that comes meanwhile reaches all of them, too."""
+        port, count = _free_port(), len(self._seen)
         for rank in range(count):
             own = environment_of_process(count, rank, port, {**environment, ERROR_FILE: str(self._error_file(rank))})
             with self._log(rank).open("wb") as log:
                 quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": log}
                 line = [sys.executable, "-m", "pronghorn", *command]
                 self._processes.append(subprocess.Popen(line, env=own, **quiet))  # type: ignore[call-overload]
+            if self._signal:
+                self._processes[-1].send_signal(self._signal)
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"{rank}.json"
