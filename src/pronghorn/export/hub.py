@@ -87,7 +87,6 @@ def _check_token_is_nowhere(folder: Path, token: str) -> None:
 
 def _plain(error: Exception, endpoint: str, repo: str, token: str) -> PronghornError:
     """Return what went wrong and what to do, without the token."""
-    import httpx
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, PronghornError):
@@ -109,6 +108,7 @@ def _plain(error: Exception, endpoint: str, repo: str, token: str) -> PronghornE
         if status == 409:
             return ConfigError(f"{repo} was changed meanwhile (409{because})", "push again")
         return ServerError(f"{endpoint} fails ({status}{because})", "push again later; what was pushed is whole")
-    if isinstance(error, httpx.HTTPError | OSError):
+    library = type(error).__module__.partition(".")[0]
+    if isinstance(error, OSError) or library in ("httpx", "httpx2"):  # huggingface_hub 1 uses the first, 2 the second
         return ServerError(f"{endpoint} can't be reached ({text})", "look at the connection and at HF_ENDPOINT")
     return ServerError(f"pushing to {repo} failed ({type(error).__name__}: {text})", "push again, or by `hf upload`")
