@@ -149,10 +149,10 @@ def test_an_error_comes_before_the_end_of_those_that_wait(monkeypatch: pytest.Mo
 
 def test_a_killed_process_comes_before_the_errors_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def waits() -> int:
-        time.sleep(0.5)
+        time.sleep(1.2)  # a busy machine starts the second later
         return leaves_an_error(text="the other one is gone")
 
-    forked(monkeypatch, waits, partial(dies, 0.3, signal.SIGKILL), partial(dies, 1.0, signal.SIGABRT))
+    forked(monkeypatch, waits, partial(dies, 0.3, signal.SIGKILL), partial(dies, 2.0, signal.SIGABRT))
     with pytest.raises(TrainingError, match="process 1 of 3 was ended by SIGKILL"):
         processes.start(3, [])
 
