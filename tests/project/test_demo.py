@@ -10,6 +10,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,6 +175,9 @@ def test_the_hub_is_asked_for_one_revision(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert model._from_hub(tmp_path / model.NAME, Console(quiet=True))
     assert asked == [model.REVISION] * 2 and len(model.REVISION) == 40
+    monkeypatch.setitem(sys.modules, "httpx", None)  # huggingface_hub 2 doesn't bring it
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=ConnectionError))
+    assert not model._from_hub(tmp_path / "another", Console(quiet=True))
 
 
 def test_of_two_at_once_one_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
