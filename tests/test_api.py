@@ -313,6 +313,15 @@ def test_a_model_type_without_a_causal_lm_is_refused_before_its_weights_load(sto
         load(tmp_path / "model")
 
 
+@pytest.mark.parametrize(("argument", "value"), [("init_lora_weights", False), ("layers_to_transform", 0)])
+def test_values_that_look_like_nothing_are_not_passed_over(stories: Path, argument: str, value: Any) -> None:
+    """B that isn't zero, and the first layer alone."""
+    base, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64)
+    with pytest.raises(NotImplementedError, match=f"get_peft_model does not support {argument} yet"):
+        FastLanguageModel.get_peft_model(base, **{argument: value})
+    FastLanguageModel.get_peft_model(base, init_lora_weights=True, layers_to_transform=None)
+
+
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_adapters_on_the_head_are_refused(stories: Path, target: str) -> None:
     with pytest.raises(UnsupportedError, match=f"adapter on {target} is not supported: name it in modules_to_save"):
