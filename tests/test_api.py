@@ -349,6 +349,21 @@ def test_bad_adapters(stories: Path) -> None:
             FastLanguageModel.get_peft_model(model, target_modules=hidden)
     with pytest.raises(ConfigError, match=r"modules_to_save 'layers\.9\.norm' is not in the model"):
         FastLanguageModel.get_peft_model(model, modules_to_save=["layers.9.norm"])
+    for options, message in (
+        ({"target_modules": [1]}, r"target_modules = \[1\] is no list of names"),
+        ({"modules_to_save": [1]}, r"modules_to_save = \[1\] is no list of names"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern 'q_proj': '8' is no module's name with a whole number"),
+        ({"rank_pattern": {"q_proj": 8.0}}, "rank_pattern 'q_proj': 8.0 is no module's name with a whole number"),
+        ({"rank_pattern": {"q_proj": 0}}, "'q_proj' gives 0, no number from 1 on"),
+        ({"alpha_pattern": {1: 8}}, "alpha_pattern 1: 8 is no module's name with a number"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern 'q_proj': None is no module's name with a number"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "'q_proj' gives nan, no number from 1 on"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan is no number above 0"),
+        ({"lora_alpha": float("inf")}, "lora_alpha = inf is no number above 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            FastLanguageModel.get_peft_model(model, **options)
+    assert not any("lora_" in name for name, _ in model.named_parameters())
     with pytest.raises(ConfigError, match="rank r = 0 is below 1"):
         FastLanguageModel.get_peft_model(model, r=0)
     model = FastLanguageModel.get_peft_model(model, r=2, target_modules="all-linear")
