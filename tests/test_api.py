@@ -313,6 +313,15 @@ def test_a_model_type_without_a_causal_lm_is_refused_before_its_weights_load(sto
         load(tmp_path / "model")
 
 
+@pytest.mark.parametrize(("argument", "value"), [("init_lora_weights", False), ("layers_to_transform", 0)])
+def test_values_that_look_like_nothing_are_not_passed_over(stories: Path, argument: str, value: Any) -> None:
+    """B that isn't zero, and the first layer alone."""
+    base, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64)
+    with pytest.raises(NotImplementedError, match=f"get_peft_model does not support {argument} yet"):
+        FastLanguageModel.get_peft_model(base, **{argument: value})
+    FastLanguageModel.get_peft_model(base, init_lora_weights=True, layers_to_transform=None)
+
+
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_adapters_on_the_head_are_refused(stories: Path, target: str) -> None:
     with pytest.raises(UnsupportedError, match=f"adapter on {target} is not supported: name it in modules_to_save"):
@@ -340,6 +349,21 @@ def test_bad_adapters(stories: Path) -> None:
             FastLanguageModel.get_peft_model(model, target_modules=hidden)
     with pytest.raises(ConfigError, match=r"modules_to_save 'layers\.9\.norm' is not in the model"):
         FastLanguageModel.get_peft_model(model, modules_to_save=["layers.9.norm"])
+    for options, message in (
+        ({"target_modules": [1]}, r"target_modules = \[1\] is no list of names"),
+        ({"modules_to_save": [1]}, r"modules_to_save = \[1\] is no list of names"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern 'q_proj': '8' is no module's name with a whole number"),
+        ({"rank_pattern": {"q_proj": 8.0}}, "rank_pattern 'q_proj': 8.0 is no module's name with a whole number"),
+        ({"rank_pattern": {"q_proj": 0}}, "'q_proj' gives 0, no number from 1 on"),
+        ({"alpha_pattern": {1: 8}}, "alpha_pattern 1: 8 is no module's name with a number"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern 'q_proj': None is no module's name with a number"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "'q_proj' gives nan, no number from 1 on"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan is no number above 0"),
+        ({"lora_alpha": float("inf")}, "lora_alpha = inf is no number above 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            FastLanguageModel.get_peft_model(model, **options)
+    assert not any("lora_" in name for name, _ in model.named_parameters())
     with pytest.raises(ConfigError, match="rank r = 0 is below 1"):
         FastLanguageModel.get_peft_model(model, r=0)
     model = FastLanguageModel.get_peft_model(model, r=2, target_modules="all-linear")

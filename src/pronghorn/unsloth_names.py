@@ -28,7 +28,9 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
 }
 """Arguments with the values that ask for what happens anyway."""
 _PARTS = ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules")
-"""Arguments whose False asks for something."""
+"""Parts of a model, which False leaves out."""
+_ASKING = {**dict.fromkeys(_PARTS, False), "init_lora_weights": False, "layers_to_transform": 0}
+"""Arguments that ask for something by a value that looks like nothing: B that isn't zero, the first layer alone."""
 _INSTEAD = {
     "attn_implementation": "choose by attention='tiled' or 'flash', or leave it out",
     "cache_dir": "set HF_HOME in the environment",
@@ -109,7 +111,7 @@ def refuse_arguments(arguments: Mapping[str, Any], where: str, known: Iterable[s
     asked = sorted(
         name
         for name, value in arguments.items()
-        if (value or (value is False and name in _PARTS)) and value not in _AS_IT_IS.get(name, ())
+        if (value or (name in _ASKING and value == _ASKING[name])) and value not in _AS_IT_IS.get(name, ())
     )
     if asked:
         near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.75) for name in asked}

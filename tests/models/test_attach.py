@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
@@ -758,6 +759,31 @@ def test_mixed_adapters_are_refused() -> None:
     mixed = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj"]), mixed=True)
     with pytest.raises(UnsupportedError, match="PeftMixedModel is not supported"):
         attach(mixed)
+
+
+MIXING: dict[str, tuple[str, dict[str, Any]]] = {
+    "aLoRA": ("LoraConfig", {"target_modules": ["q_proj"], "alora_invocation_tokens": [7]}),
+    "a Lily adapter": ("LilyConfig", {"target_modules": ["q_proj"]}),
+    "a ShadowPEFT adapter": ("ShadowConfig", {}),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_adapters_by_which_documents_see_each_other_are_refused(family: str, kind: str) -> None:
+    name, options = MIXING[kind]
+    made = getattr(peft, name, None)
+    if made is None or not options.keys() <= inspect.signature(made).parameters.keys():
+        pytest.skip(f"this PEFT has no {kind}")
+    model = tiny_model(family) if family in FAMILIES else generic_model(family)
+    attach(model)
+    model, batch = get_peft_model(model, made(task_type="CAUSAL_LM", **options)), packed_row(LENGTHS, ROW)
+    stock = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+    for given in (batch, stock):
+        with pytest.raises(UnsupportedError, match=f"a packed row of .* documents, .* for {kind}, w"):
+            model(**given)
+    alone = {name: batch[name][:, : LENGTHS[0]] for name in ("input_ids", "labels")}
+    assert model(**alone).logits.isfinite().all()  # no packed row: as transformers and PEFT compute it
 
 
 def test_an_attached_model_is_copied_but_not_pickled(tmp_path: Path) -> None:

@@ -148,6 +148,35 @@ def test_several_adapters_are_folded_by_peft_and_said_so() -> None:
     assert_same(losses_and_gradients(other), losses_and_gradients(model))
 
 
+@pytest.mark.parametrize("first", ["attached", "adapted"])
+@pytest.mark.parametrize("whole", ["experts", "mlp"])
+def test_experts_that_peft_copied_to_train_them_whole(whole: str, first: str) -> None:
+    """A copy has a configuration of its own, which names the experts' implementation."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=[whole])
+    model, batch = tiny_moe("qwen3_moe"), packed_row([5, 20, 7], 40, vocab=61)
+    if first == "attached":
+        attach(model, layers="fused")
+    torch.manual_seed(0)
+    model = get_peft_model(model, config).train()
+    handle = attach(model, layers="fused")
+    mine = model(**batch).loss
+    mine.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert any(f"{whole}.modules_to_save.default" in name for name in found)
+    of_experts = list(experts.expert_modules(model))
+    assert len(of_experts) == 4 and {module.config._experts_implementation for module in of_experts} == {experts.NAME}
+    handle.detach()
+    assert {module.config._experts_implementation for module in of_experts} == {"eager"}
+    model.zero_grad()
+    _, expected = one_document_at_a_time(model, batch)
+    expected.backward()
+    assert mine.item() == pytest.approx(expected.item(), rel=1e-6)
+    stock = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found, stock, rtol=1e-4, atol=2e-6)
+
+
 def test_an_adapter_put_on_after_attach_and_a_disabled_one() -> None:
     model = tiny_moe("mixtral")
     attach(model)

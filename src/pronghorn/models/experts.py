@@ -34,6 +34,7 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.build import watched
 from pronghorn.layers.expert_codes import codes_for
 from pronghorn.layers.subclass import own_class, subclass
+from pronghorn.models.families import set_experts
 from pronghorn.moe.experts import Experts, LowRank, experts
 from pronghorn.moe.route import route
 from pronghorn.precision.compute import Compute
@@ -99,7 +100,7 @@ class ExpertLayers:
 
     def disable(self) -> None:
         """Undo `enable`, but for wrappers' classes (`subclass.restore`)."""
-        self.model.set_experts_implementation(self.previous)
+        set_experts(self.model, self.previous)
 
 
 def enable(model: Any, routing: Routing) -> ExpertLayers | None:
@@ -110,12 +111,12 @@ def enable(model: Any, routing: Routing) -> ExpertLayers | None:
     refused = next((reason for reason in map(refusal, modules) if reason is not None), None)
     layers = ExpertLayers(model, model.config._experts_implementation, refused)
     if routing == "loop":
-        model.set_experts_implementation("eager")
+        set_experts(model, "eager")
     elif refused is None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         register(ALL_EXPERTS_FUNCTIONS)
-        model.set_experts_implementation(NAME)
+        set_experts(model, NAME)
         layers.adopt()
     return layers
 
@@ -127,9 +128,13 @@ def register(registry: Any) -> None:
 
 
 def expert_modules(model: nn.Module) -> Iterator[Any]:
-    """Yield the modules that transformers' `use_experts_implementation` made switchable."""
+    """Yield the modules that transformers' `use_experts_implementation` made switchable.
+
+    PEFT's wrapper around experts that are trained whole has what these have, but for their class's functions.
+    """
     marks = ("is_concatenated", "is_transposed", "num_experts")
-    return (module for module in model.modules() if all(hasattr(module, mark) for mark in marks))
+    gated = (module for module in model.modules() if hasattr(type(module), "_apply_gate"))
+    return (module for module in gated if all(hasattr(module, mark) for mark in marks))
 
 
 def weight_names(model: nn.Module) -> list[str]:

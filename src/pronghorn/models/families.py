@@ -60,6 +60,14 @@ def set_attention(model: Any, name: str) -> None:
             module.config._attn_implementation = name
 
 
+def set_experts(model: Any, name: str | None) -> None:
+    """Let all experts of a causal LM look their function up under this name."""
+    model.set_experts_implementation(name)
+    for module in model.modules():
+        if "config" in module.__dict__ and module.config is not model.config:  # of experts that PEFT copied, a copy
+            module.config._experts_implementation = model.config._experts_implementation
+
+
 def has_experts(config: Any) -> bool:
     """Tell whether layers of this model route tokens to experts."""
     return bool(getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0))

@@ -75,13 +75,21 @@ def add_lora(
             what = "whole number" if isinstance(value, float) else "number"
             raise ConfigError(f"{name} = {shown} is no {what}", f"write it as one, e.g. {name}={example}")
     for name, given in (("target_modules", target_modules), ("modules_to_save", modules_to_save)):
-        if given is not None and not isinstance(given, str | Collection):
+        names_only = isinstance(given, Collection) and all(isinstance(each, str) for each in given)
+        if given is not None and not names_only:
             raise ConfigError(f"{name} = {given!r} is no list of names", f"write a list, e.g. {name}=[NAME, …]")
     for name, pattern in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
         if pattern is not None and not isinstance(pattern, dict):
             raise ConfigError(f"{name} = {pattern!r} is no table", f"write e.g. {name}={{NAME: 32}}")
-    if lora_alpha <= 0:
-        raise ConfigError(f"lora_alpha = {lora_alpha}: adapters would have no effect", "their scale is lora_alpha / r")
+        what = "whole number" if name == "rank_pattern" else "number"
+        for key, value in (pattern or {}).items():
+            number = isinstance(value, int if name == "rank_pattern" else (int, float)) and not isinstance(value, bool)
+            if not (isinstance(key, str) and number):
+                raise ConfigError(
+                    f"{name} {key!r}: {value!r} is no module's name with a {what}", f"write e.g. {name}={{NAME: 32}}"
+                )
+    if not 0 < lora_alpha < float("inf"):
+        raise ConfigError(f"lora_alpha = {lora_alpha} is no number above 0", "adapters' scale is lora_alpha / r")
     if isinstance(modules_to_save, str):
         modules_to_save = [modules_to_save]
     if not 0 <= lora_dropout < 1:
@@ -274,8 +282,8 @@ def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
     """Refuse a pattern that matches nothing, which PEFT passes over; it is compared with the ends of names."""
     for pattern, value in patterns.items():
         check_pattern(pattern)
-        if value < 1 or not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
-            what = f"gives {value}, below 1" if value < 1 else "matches no module"
+        if not 1 <= value < float("inf") or not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            what = "matches no module" if 1 <= value < float("inf") else f"gives {value}, no number from 1 on"
             raise ConfigError(
                 f"rank_pattern or alpha_pattern {pattern!r} {what}",
                 "name a module of the model, with a number from 1 on",

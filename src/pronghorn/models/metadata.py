@@ -18,8 +18,15 @@ LAYERS = "_pronghorn_layers"
 """The attribute of an attached backbone that holds its `FusedLayers`, where it has some."""
 LOSS_ROWS_ONLY = "pronghorn_loss_rows_only"
 """The keyword that says that nothing but the rows that predict a label is read of the last hidden states."""
+MIXES = "pronghorn_mixes"
+"""The keyword that says by which adapter documents of a row see each other."""
 CACHES = ("past_key_values", "cache")
 """The keyword of a cache of keys and values: until transformers 5.23, and since."""
+_MIXING = {
+    "LILY": "a Lily adapter, which weighs its parts by a mean over all tokens of a batch",
+    "SHADOW": "a ShadowPEFT adapter, whose own layers see the whole row",
+}
+"""PEFT's methods by which tokens of a row see each other, and how."""
 _STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -27,7 +34,7 @@ def share_metadata(
     backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give all layers one PackedBatch, and let no mask be built: a forward pre-hook of the backbone."""
-    narrow = kwargs.pop(LOSS_ROWS_ONLY, False)
+    narrow, mixes = kwargs.pop(LOSS_ROWS_ONLY, False), kwargs.pop(MIXES, None)
     packed = kwargs.get("packed")
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
@@ -51,6 +58,7 @@ def share_metadata(
     if kwargs.get("position_ids") is None:
         raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
     _check_rope(backbone.config, packed)
+    check_mixing(mixes, packed)
     kwargs = {name: value for name, value in kwargs.items() if name not in _STOCK_METADATA}
     # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
     # packed attention reads `packed` and never looks at this.
@@ -61,6 +69,26 @@ def share_metadata(
         stream = backbone.get_input_embeddings().weight if embeds is None else embeds
         kwargs[STEP] = layers.begin(packed, stream.dtype, narrow)
     return args, {**kwargs, "packed": packed, "attention_mask": placeholder, "use_cache": False}
+
+
+def mixing_adapter(model: Any) -> str | None:
+    """Say by which of its PEFT adapters documents of a causal LM's rows see each other, or None."""
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "alora_invocation_tokens", None):
+            return "aLoRA, which begins at the last invocation tokens of a row"
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind in _MIXING:
+            return _MIXING[kind]
+    return None
+
+
+def check_mixing(mixes: str | None, packed: PackedBatch) -> None:
+    """Raise UnsupportedError for a row of several documents that see each other by an adapter."""
+    if mixes is not None and len(packed.lengths) > 1:
+        raise UnsupportedError(
+            f"a packed row of {len(packed.lengths)} documents, padded tail included, for {mixes}",
+            "train it without packing, with plain transformers and PEFT, or delete the adapter",
+        )
 
 
 def _check_rope(config: Any, packed: PackedBatch) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.families.registry import family_of
-from pronghorn.models.families import base_causal_lm, has_experts
+from pronghorn.models.families import base_causal_lm, has_experts, set_experts
 from pronghorn.parity.distance import kind_of
 from pronghorn.parity.own_code import own_code
 
@@ -81,7 +81,7 @@ def _whole_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
 
     def upcast(dtype: torch.dtype) -> None:
         if dtype is torch.float64 and experts is not None:
-            model.set_experts_implementation("eager")  # grouped products have no float64
+            set_experts(model, "eager")  # grouped products have no float64
         for tensor, data in own:
             tensor.data = data.to(dtype)
         for module, _ in quantised:
@@ -92,7 +92,7 @@ def _whole_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
             yield upcast
     finally:
         if experts is not None:
-            model.set_experts_implementation(experts)
+            set_experts(model, experts)
         for tensor, data in own:
             tensor.data = data
         for module, dtype in quantised:
@@ -126,7 +126,7 @@ def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
 
     def upcast(dtype: torch.dtype) -> None:
         if dtype is torch.float64 and has_experts(model.config):
-            model.set_experts_implementation("eager")  # grouped products have no float64
+            set_experts(model, "eager")  # grouped products have no float64
         for part in parts:
             part.dtype = dtype
         for module, _ in quantised:  # 4-bit linears
@@ -140,7 +140,7 @@ def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
     finally:
         place(plain, embedding, norm, head, *others.values())
         if has_experts(model.config):
-            model.set_experts_implementation(experts)
+            set_experts(model, experts)
         for module, dtype in quantised:
             module.compute_dtype = dtype
         torch.set_float32_matmul_precision(precision)
