@@ -45,6 +45,21 @@ class PackedCausalLM:
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         return _NewModel(), *reduced[1:]
 
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does, and in training mode, too, with a cache in every layer.
+
+        Layers that recompute are given none there, and each new token would be computed without those before.
+        """
+        recomputing = [module for module in self.modules() if getattr(module, "gradient_checkpointing", False)]
+        for module in recomputing:
+            module.gradient_checkpointing = False
+        try:
+            generates: Any = super()
+            return generates.generate(*args, **kwargs)
+        finally:
+            for module in recomputing:
+                module.gradient_checkpointing = True
+
     def packed_forward(
         self: Any,
         *args: Any,
