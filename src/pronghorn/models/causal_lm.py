@@ -141,7 +141,7 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
         # Triton launches on the current device, which need not be the model's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             supervised = packed is not None and packed.loss_rows is not None and labels is not None
-            if supervised and not has_own_loss(self):
+            if supervised and not has_own_loss(self) and kwargs.get("shift_labels") is None:
                 return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
             kwargs |= {name: value for name, value in given.items() if value is not None}
             settle_balance(self.config, kwargs)
