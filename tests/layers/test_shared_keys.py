@@ -197,3 +197,30 @@ def test_profile_names_the_parts_of_blocks_that_are_spread_over_their_layer(kind
     assert parts[layer] == "layer" and parts[layer.self_attn] == "attention" and parts[layer.mlp] == "feed-forward"
     others = [getattr(layer, name, None) for name in ("experts", "per_layer_input_gate")]
     assert {parts[module] for module in others if module is not None} <= {"feed-forward", "lora"}
+
+
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+def test_logits_of_the_last_rows_are_those_of_all_rows(layers: str) -> None:
+    """transformers leaves rows out before the layers that share keys, and attention has no mask to tell which."""
+    model = tiny_model("gemma4_text").eval()
+    ids = packed_row(LENGTHS, ROW)["input_ids"][:, :14]
+    exact = model(input_ids=ids).logits
+    attach(model, layers=layers)
+    positions = torch.cat([torch.arange(5), torch.arange(9)])[None]
+    packed = model(input_ids=ids, position_ids=positions).logits
+    for rows in (1, 4):
+        given = {"input_ids": ids, "logits_to_keep": rows}
+        torch.testing.assert_close(model(**given).logits, exact[:, -rows:], rtol=1e-5, atol=1e-5)
+        masked = model(**given, attention_mask=torch.ones_like(ids)).logits  # as TRL's DPO and GRPO ask
+        torch.testing.assert_close(masked, exact[:, -rows:], rtol=1e-5, atol=1e-5)
+        found = model(**given, position_ids=positions).logits
+        torch.testing.assert_close(found, packed[:, -rows:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_static_cache_generates_what_a_dynamic_one_does() -> None:
+    model, ids = tiny_model("gemma4_text").eval(), packed_row(LENGTHS, ROW)["input_ids"][:, :14]
+    attach(model, layers="fused")
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    given |= {"pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    logits = [torch.stack(model.generate(**given, cache_implementation=kind).logits) for kind in ("dynamic", "static")]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)

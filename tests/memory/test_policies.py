@@ -352,3 +352,22 @@ def test_a_forward_without_adapters_may_come_before_a_recomputing_backward(polic
     with torch.no_grad(), model.disable_adapter():
         model(**batch)
     torch.testing.assert_close(torch.autograd.grad(loss, trained), expected)
+
+
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("name", ["recompute", "offload first", "offload one"])
+def test_generate_in_training_mode_has_its_cache(name: str, layers: Any) -> None:
+    """transformers gives layers that recompute none: tokens were made of the last one alone, or shapes didn't fit."""
+    model = with_adapters(tiny_model("llama"))
+    ids = torch.randint(3, 131, (2, 14), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
+    expected = model.generate(**given)
+    attach(model, PLANS[name], layers=layers)
+    for _ in range(2):  # before a step and after it
+        assert torch.equal(model.generate(**given), expected)
+        assert recomputes_layers(model)
+        loss_and_gradients(model, packed_row(LENGTHS, ROW))
+    with pytest.raises(ValueError):
+        model.generate(**given | {"max_new_tokens": -1})
+    assert recomputes_layers(model)

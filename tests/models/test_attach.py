@@ -508,6 +508,19 @@ def test_a_loss_function_of_one_s_own_is_called() -> None:
     assert {line.part: line.path for line in handle.report}["loss"] == "the model's own loss_function, of all logits"
 
 
+@pytest.mark.parametrize("family", ["llama", "glm4"])
+def test_labels_that_were_shifted_before_are_taken(family: str) -> None:
+    """transformers' loss takes them in the place of the labels."""
+    model = tiny_model(family) if family in FAMILIES else generic_model(family)
+    batch = packed_row([20], 20)
+    ids = batch["input_ids"]
+    given = {"labels": ids, "shift_labels": ids.roll(3)}
+    expected = model(input_ids=ids, **given).loss
+    attach(model)
+    torch.testing.assert_close(model(input_ids=ids, **given).loss, expected)
+    torch.testing.assert_close(model(**batch | given).loss, expected)
+
+
 def test_a_handle_stays_the_model_s_when_it_plans_anew() -> None:
     model = tiny_model("llama")
     before = trace(model)

@@ -152,6 +152,18 @@ def test_generate(family: str) -> None:
     assert model.config._attn_implementation == ("eager" if family == "gpt_oss" else "sdpa")
 
 
+def test_sinks_leave_the_rest_of_a_static_cache_out() -> None:
+    """Without padding transformers makes no mask of a prompt, and its cache has room for more keys."""
+    ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(1))
+    model = tiny_model("gpt_oss").eval()
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"cache_implementation": "static", "return_dict_in_generate": True, "output_logits": True}
+    stock = model.generate(input_ids=ids, **options)
+    attach(model)
+    found = model.generate(input_ids=ids, **options)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(stock.logits), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("layers", ["stock", "fused"])
 def test_recompute_changes_nothing(layers: Any) -> None:
     batch = packed_row(LENGTHS, ROW)

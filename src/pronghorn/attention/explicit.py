@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.attention import efficient, long_documents, varlen
 from pronghorn.attention.backends import Backend, choose, long_from
 from pronghorn.attention.masked import per_document_attention
 from pronghorn.data.batch import TILE_ROWS, PackedBatch
 from pronghorn.kernels import attention as tiles
+from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.ranges import SCORES, in_part
 
 
@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivatives
     def backward(ctx: Any, d_out: Tensor) -> Any:
         q, k, v, sinks, out, *state = ctx.saved_tensors
         grads, d_sinks = backward(d_out.contiguous(), q, k, v, out, state, ctx.options, sinks)

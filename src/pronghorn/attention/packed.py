@@ -75,6 +75,8 @@ def packed_attention(
     """
     softcap, scale = kwargs.get("softcap"), query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed is None and (s_aux is not None or softcap is not None):
+        if attention_mask is None and query.shape[2] > 1:  # further keys are a static cache's empty ones, as for SDPA
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         out = sink_attention(query, key, value, attention_mask, scale, s_aux, 0.0, softcap)
         return out.transpose(1, 2).contiguous(), None
     if packed is None:

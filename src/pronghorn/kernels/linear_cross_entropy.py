@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.cross_entropy import cross_entropy_
+from pronghorn.kernels.once import refuse_second_derivatives
 
 CHUNK_BYTES = 256 * 2**20
 """The most that a chunk's logits take."""
@@ -84,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / divisor
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivatives
     def backward(ctx: Any, grad: Tensor) -> Any:
         dh, dw = ctx.saved_tensors
         factor = grad / ctx.divisor

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.kernels.quantise import RowCodes, store_codes
 
 
@@ -232,7 +232,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivatives
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
         dx, dw = backward(dy.contiguous(), x, weight, rstd, ctx.offset, ctx.needs_input_grad[1])

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.attention import explicit
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
 from pronghorn.kernels import residual, rms_norm
+from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.kernels.quantise import RowCodes
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.fused_linear import FusedLinear
@@ -185,7 +185,7 @@ class _Residual(torch.autograd.Function):
         return (result.x, *result.outputs) if block.outputs else result.x
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivatives
     def backward(ctx: Any, dx: Tensor, *d_outputs: Tensor | None) -> Any:
         block: Block = ctx.block
         positions, tracked = block.tracked

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.spec import FamilySpec, GatedDelta
 from pronghorn.kernels.gated_delta_forward import check_heads
+from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.layers.gated_delta import DeltaNet, delta_net
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.recompute import has_own_forward
@@ -83,7 +83,7 @@ class _Rule(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivatives
     def backward(ctx: Any, do: Tensor) -> Any:
         tensors = ctx.saved_tensors
         (qkv, b, a), saved = tensors[:3], tensors[3 + len(ctx.net.trained) :]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from pronghorn.kernels.causal_conv import convolve_reference
+from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.recompute import has_own_forward
 
@@ -97,7 +97,7 @@ class _Convolution(torch.autograd.Function):
         return convolve_reference(x, weight, document_ids).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivatives
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, document_ids = ctx.saved_tensors
         with torch.enable_grad():

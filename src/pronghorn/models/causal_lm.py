@@ -45,6 +45,21 @@ class PackedCausalLM:
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         return _NewModel(), *reduced[1:]
 
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does, and in training mode, too, with a cache in every layer.
+
+        Layers that recompute are given none there, and each new token would be computed without those before.
+        """
+        recomputing = [module for module in self.modules() if getattr(module, "gradient_checkpointing", False)]
+        for module in recomputing:
+            module.gradient_checkpointing = False
+        try:
+            generates: Any = super()
+            return generates.generate(*args, **kwargs)
+        finally:
+            for module in recomputing:
+                module.gradient_checkpointing = True
+
     def packed_forward(
         self: Any,
         *args: Any,
@@ -128,7 +143,7 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
         # Triton launches on the current device, which need not be the model's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             supervised = packed is not None and packed.loss_rows is not None and labels is not None
-            if supervised and not has_own_loss(self):
+            if supervised and not has_own_loss(self) and kwargs.get("shift_labels") is None:
                 return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
             kwargs |= {name: value for name, value in given.items() if value is not None}
             settle_balance(self.config, kwargs)

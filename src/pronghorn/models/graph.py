@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pronghorn.data.batch import PackedBatch, room_for
 from pronghorn.device import is_out_of_memory
 from pronghorn.errors import TrainingError
+from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.layers.decoder import RUN, STEP, FusedLayers
 from pronghorn.layers.step import Step
 from pronghorn.layers.subclass import moving, subclass
@@ -273,7 +273,7 @@ class _Replay(torch.autograd.Function):
         return captured.out.clone()
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivatives
     def backward(ctx: Any, d_out: Tensor) -> Any:
         captured: _Captured = ctx.captured
         graphs, ctx.graphs = ctx.graphs, None  # a loss that is kept keeps no model

@@ -40,8 +40,9 @@ def share_metadata(
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
     if packed is None:
         packed = stock_batch(kwargs)
-        if packed is None:
-            return None
+    _compute_all_rows(kwargs, packed)
+    if packed is None:
+        return None
     implementation_now = str(backbone.config._attn_implementation)
     if not implementation_now.startswith(NAME_PREFIX):
         raise UnsupportedError(
@@ -89,6 +90,19 @@ def check_mixing(mixes: str | None, packed: PackedBatch) -> None:
             f"a packed row of {len(packed.lengths)} documents, padded tail included, for {mixes}",
             "train it without packing, with plain transformers and PEFT, or delete the adapter",
         )
+
+
+def _compute_all_rows(kwargs: dict[str, Any], packed: PackedBatch | None) -> None:
+    """Let layers that share keys and values (Gemma 4) compute every row; the causal LM leaves rows out after them.
+
+    transformers leaves them out before. Which rows are left attention would have to know, without a mask, and
+    transformers sees to that for its own SDPA only. A single row that sees all keys is right: `generate()` begins so.
+    """
+    rows = kwargs.get("logits_to_keep")
+    # for keys after the last row's, as static caches have
+    has_room = any(getattr(kwargs.get(name), "is_compileable", False) for name in CACHES)
+    if packed is not None or has_room or not (isinstance(rows, int) and rows == 1):
+        kwargs.pop("logits_to_keep", None)
 
 
 def _check_rope(config: Any, packed: PackedBatch) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels import moe_glu
 from pronghorn.kernels.grouped_fp8 import FP8Experts, multiply_fp8
@@ -28,6 +27,7 @@ from pronghorn.kernels.grouped_gemm import Way, multiply, outer
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.moe_rows import Rows, combine
 from pronghorn.kernels.mxfp4 import multiply_packed
+from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.kernels.packed import PackedExperts
 from pronghorn.moe.route import Routing
 from pronghorn.ranges import ADAPTERS, PRODUCTS, part
@@ -179,7 +179,7 @@ class _Experts(torch.autograd.Function):
         return combine(y, routing.inverse, w, b2, routing.choice)
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivatives
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w, h, xa, aa, *tensors = ctx.saved_tensors
         routing, gate_up, down, b1, b2 = _products(x, ctx.options, tensors)
