@@ -236,6 +236,8 @@ def test_columns_of_names_that_mean_something_here(stories: Path, tmp_path: Path
     trainer = SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
     trainer.train()
     assert len(losses(trainer)) == 4
+    rows = Dataset.from_list([{"input_ids": [1, 5, 6], "lengths": 3}] * 4)
+    SFTTrainer(model, config(tmp_path, packing=False, max_steps=1), train_dataset=rows, tokenizer=tokenizer).train()
     packed = Dataset.from_list([{"input_ids": [1, 5, 6, 1, 7], "labels": [1, 5, 6, 1, 7], "lengths": [3, 2]}])
     trainer = SFTTrainer(model, config(tmp_path, packing=False), train_dataset=packed, tokenizer=tokenizer)
     assert trainer.train_dataset[0]["lengths"] == [3, 2]  # of the documents, which stay apart

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import trl
 from accelerate.utils import DistributedType
@@ -44,7 +45,7 @@ from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.group import check_gpus_apart
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
-from pronghorn.train.prepared_model import TighterPlans, attached_on_its_device, resolve_plan
+from pronghorn.train.prepared_model import TighterPlans, attached_on_its_device, resolve_plan, unround_adapters
 from pronghorn.train.ranks import (
     MOST_BYTES,
     CopiesAccelerator,
@@ -70,7 +71,8 @@ class _Collators:
     padded: Any
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.packed(rows) if "lengths" in rows[0] else self.padded(rows)
+        # of a data set that was tokenised before, the column may be the tokens of each row
+        return self.packed(rows) if np.ndim(rows[0].get("lengths")) else self.padded(rows)
 
 
 class SFTTrainer(SharedLayersTrainer):
@@ -126,12 +128,7 @@ class SFTTrainer(SharedLayersTrainer):
         config = base_causal_lm(adapted).config
         if getattr(self, "aux_loss_enabled", False) and not balances_experts(config, asked=True):
             self.aux_loss_enabled = config.output_router_logits = False  # TRL asks a model without routers
-        for name, parameter in adapted.named_parameters():  # TRL rounds the adapters of a quantised base to bfloat16
-            if parameter in trained:
-                if parameter.dtype != trained[parameter].dtype:
-                    parameter.data = trained[parameter].to(parameter.device)
-            elif parameter.requires_grad and ".lora_" in name and getattr(model, "is_quantized", False):
-                parameter.data = parameter.data.float()  # its own, fresh ones
+        unround_adapters(adapted, trained, getattr(model, "is_quantized", False))
         if args.fp16 and self.accelerator.scaler is None and args.device.type == "cpu":
             # accelerate scales losses on GPUs only, and would train in float16 without
             self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
