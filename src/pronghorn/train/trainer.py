@@ -106,6 +106,8 @@ class SFTTrainer(SharedLayersTrainer):
         check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             validate.check_dataset(name, kwargs.get(name), packs, args, kwargs)
+        if kwargs.get("formatting_func") is None:  # whose rows it may read whole
+            kwargs["train_dataset"] = prepared_rows.readable("train_dataset", kwargs["train_dataset"], None, args)
         if args.packing or args.eval_packing:
             args.max_length = validate.check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
@@ -185,7 +187,8 @@ class SFTTrainer(SharedLayersTrainer):
             return dataset
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
             return PackedRows(dataset, args.max_length, seed=data_seed(args))
-        documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+        dataset = prepared_rows.readable(dataset_name, dataset, formatting_func, args)
+        documents = super()._prepare_dataset(dataset, processing_class, args, False, None, dataset_name)
         documents = prepared_rows.tidied(documents, dataset, processing_class)
         validate.check_documents(dataset_name, documents, args.max_length)
         return PackedRows(documents, args.max_length, seed=data_seed(args)) if packing else documents
