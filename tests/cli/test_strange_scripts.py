@@ -88,6 +88,16 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "row 2: text",
         "filter(",
     ),
+    "no turn": (
+        lambda m: trainer(lora(m), Dataset.from_list([{"messages": []}, {"messages": []}])),
+        "row 1: messages is an empty list",
+        "filter(",
+    ),
+    "texts called prompt": (
+        lambda m: trainer(lora(m), Dataset.from_list([{"prompt": "a"}]), {"dataset_text_field": "prompt"}),
+        "dataset_text_field = 'prompt'",
+        "rename_column",
+    ),
     "pairs": (
         lambda m: trainer(lora(m), Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])),
         "preference pairs",

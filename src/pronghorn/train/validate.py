@@ -73,7 +73,14 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                     f"{name} has a column labels, which TRL takes for the labels of tokens, and no input_ids",
                     'dataset.remove_columns("labels")',
                 )
-            if (formats := kwargs.get("formatting_func")) is not None:
+            formats, text = kwargs.get("formatting_func"), args.dataset_text_field
+            plain = isinstance(row.get(text), str) and "completion" not in row
+            if text in ("prompt", "messages") and (plain or formats is not None):
+                raise ConfigError(
+                    f"dataset_text_field = {text!r}, a name that TRL takes for something else",
+                    f'dataset.rename_column({text!r}, "text"), and leave dataset_text_field out',
+                )
+            if formats is not None:
                 _check_formatting(formats, row)
             elif not prepared and isinstance(dataset, Dataset):
                 _check_columns(name, row, args.dataset_text_field, kwargs.get("processing_class"))
@@ -118,7 +125,9 @@ def _check_nulls(name: str, dataset: Dataset, columns: set[str]) -> None:
                 f"{name} row 1: {column} is {value!r:.40}, not a text",
                 f"dataset.map(lambda row: {{{column!r}: str(row[{column!r}])}})",
             )
-        if isinstance(value, list) and value and not isinstance(value[0], dict):
+        if value == []:
+            raise DataError(f"{name} row 1: {column} is an empty list", f"dataset.filter(lambda row: row[{column!r}])")
+        if isinstance(value, list) and not isinstance(value[0], dict):
             raise DataError(
                 f"{name} row 1: {column} is a list of {type(value[0]).__name__}, neither a text nor messages",
                 "join it, or make messages of it, by dataset.map",
