@@ -292,6 +292,21 @@ def test_rows_of_several_formats(
             SFTTrainer(model, config(tmp_path, packing=packing), **(given | {"train_dataset": chosen}))
 
 
+def test_a_chat_template_of_the_arguments_is_taken(stories: Path, tmp_path: Path) -> None:
+    """By a tokenizer that has none, too."""
+    model, tokenizer = adapted(stories)
+    template = tmp_path / "turns.jinja"
+    template.write_text(PLAIN)
+    given: dict[str, Any] = {"train_dataset": Dataset.from_list([{"messages": TURNS}] * 4), "tokenizer": tokenizer}
+    trainer = SFTTrainer(model, config(tmp_path, chat_template_path=str(template), max_steps=1), **given)
+    trainer.train()
+    assert tokenizer.decode(trainer.train_dataset.documents[0]["input_ids"]).endswith("[assistant]A cat.")
+    for name, problem in (("other.jinja", "is not there"), ("turns.txt", r"is no \.jinja file")):
+        (tmp_path / "turns.txt").write_text(PLAIN)
+        with pytest.raises(ConfigError, match=problem):
+            SFTTrainer(model, config(tmp_path, chat_template_path=str(tmp_path / name)), **given)
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize(
     ("row", "changes"),

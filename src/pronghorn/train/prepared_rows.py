@@ -8,6 +8,9 @@ from typing import Any
 
 import pyarrow.compute
 from datasets import Dataset, IterableDataset
+from trl.chat_template_utils import get_training_chat_template
+
+from pronghorn.errors import ConfigError
 
 _TURNS = ("prompt", "completion", "chosen", "rejected", "messages")
 """Columns of which TRL asks whichever comes first in a set, another in each process, whether rows are conversations."""
@@ -50,6 +53,33 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
 
 def _formatted(row: dict[str, Any], function: Callable[[Any], str], to: str) -> dict[str, str]:
     return {to: function(row)}
+
+
+def check_assistant_only(row: dict[str, Any], formats: bool, tokenizer: Any, args: Any) -> None:
+    """Refuse `assistant_only_loss` where nobody knows the assistant's turns: TRL looks for marks in the chat template.
+
+    Args:
+        row: the first one.
+        formats: whether a `formatting_func` makes texts of the rows.
+        tokenizer: the trainer's, or None for the model's own.
+        args: the trainer's arguments.
+    """
+    turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
+    if formats or not turns:
+        raise ConfigError(
+            f"assistant_only_loss, and {'formatting_func makes texts' if formats else 'rows are no conversations'}",
+            "give rows of messages; of rows of prompt and completion the completions alone are trained anyway",
+        )
+    if tokenizer is None or args.chat_template_path or not getattr(tokenizer, "chat_template", None):
+        return
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ConfigError(
+            "assistant_only_loss, and the chat template doesn't mark the assistant's turns by {% generation %}",
+            "leave assistant_only_loss out and call pronghorn.train_on_responses_only(trainer, instruction_part=..., "
+            "response_part=...) before training",
+        ) from error
 
 
 def tidied(documents: Any, given: Any, tokenizer: Any) -> Any:

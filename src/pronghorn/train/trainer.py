@@ -72,7 +72,7 @@ class _Collators:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         # of a data set that was tokenised before, the column may be the tokens of each row
-        return self.packed(rows) if np.ndim(rows[0].get("lengths")) else self.padded(rows)
+        return self.packed(rows) if np.ndim(rows[0].get("lengths", 0)) else self.padded(rows)
 
 
 class SFTTrainer(SharedLayersTrainer):
