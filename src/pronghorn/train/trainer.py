@@ -35,11 +35,11 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.attach import attached
-from pronghorn.models.families import balances_experts, base_causal_lm
+from pronghorn.models.families import base_causal_lm
 from pronghorn.models.generic import PACKING
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
-from pronghorn.train import checkpoint, prepared_rows, validate
+from pronghorn.train import balance, checkpoint, prepared_rows, validate
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
@@ -64,14 +64,13 @@ from pronghorn.train.shared_layers import SharedLayersTrainer
 
 @dataclass(frozen=True)
 class _Collators:
-    """Packed rows carry their documents' lengths; others are padded to the longest. Not the trainer's own method:
-    loaders' workers that aren't forked (Python 3.14's are not) are sent it, and no trainer can be."""
+    """Packed rows carry their documents' lengths; others, which may have a number there, are padded to the longest. Not
+    the trainer's own method: loaders' workers that aren't forked (Python 3.14's) are sent it, and no trainer can be."""
 
     packed: Collator
     padded: Any
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        # of a data set that was tokenised before, the column may be the tokens of each row
         return self.packed(rows) if np.ndim(rows[0].get("lengths", 0)) else self.padded(rows)
 
 
@@ -127,9 +126,7 @@ class SFTTrainer(SharedLayersTrainer):
             args.packing, args.eval_packing = asked
         adapted: Any = self.model
         keep_names(adapted)
-        config = base_causal_lm(adapted).config
-        if getattr(self, "aux_loss_enabled", False) and not balances_experts(config, asked=True):
-            self.aux_loss_enabled = config.output_router_logits = False  # TRL asks a model without routers
+        balance.settle(self)
         unround_adapters(adapted, trained, getattr(model, "is_quantized", False))
         if args.fp16 and self.accelerator.scaler is None and args.device.type == "cpu":
             # accelerate scales losses on GPUs only, and would train in float16 without
@@ -220,9 +217,12 @@ class SFTTrainer(SharedLayersTrainer):
         """Compute the model's own loss, divided by `num_items_in_batch`: the supervised tokens of the accumulated batch
         on all ranks (gradients are averaged over ranks, hence the factor)."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
-        loss = outputs.loss
+        loss, aux = balance.apart(outputs, self.model, "packed" in inputs)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
+        if aux is not None:
+            steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+            loss = loss + aux / steps
         return (loss, outputs) if return_outputs else loss
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
