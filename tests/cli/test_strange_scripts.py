@@ -15,10 +15,11 @@ from trl import SFTConfig
 import pronghorn
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.chat_templates import get_chat_template, standardize_sharegpt
-from support.mistakes import check_script
+from support.mistakes import TEMPLATE, check_script
 
 ROWS = Dataset.from_list([{"prompt": "One day", "completion": " a cat sat."}] * 8)
 KTO_ROW = {"prompt": "a", "completion": "b", "label": True}
+CHATS = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8)
 ALPACA = Dataset.from_list([{"instruction": "Say it", "input": "now", "output": "a cat."}] * 8)
 
 
@@ -35,6 +36,11 @@ def trainer(model: Any, rows: Any = ROWS, config: dict[str, Any] | None = None, 
     return SFTTrainer(
         model=model, train_dataset=rows, args=SFTConfig(**{"output_dir": "out", **args, **(config or {})}), **options
     )
+
+
+def with_template(tokenizer: Any) -> Any:
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def adapters_late(model: Path) -> None:
@@ -87,6 +93,45 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda m: trainer(lora(m), Dataset.from_list([{"text": "a"}, {"text": None}])),
         "row 2: text",
         "filter(",
+    ),
+    "the assistant's turns of texts": (
+        lambda m: trainer(lora(m), config={"assistant_only_loss": True}),
+        "assistant_only_loss, and rows are no conversations",
+        "the completions alone are trained anyway",
+    ),
+    "the assistant's turns by a template without marks": (
+        lambda m: trainer(lora(m), CHATS, {"assistant_only_loss": True}, tokenizer=with_template(load(m)[1])),
+        "doesn't mark the assistant's turns",
+        "train_on_responses_only(",
+    ),
+    "no clipping": (
+        lambda m: trainer(lora(m), config={"max_grad_norm": None}),
+        "max_grad_norm is None",
+        "or write 0",
+    ),
+    "the best of several sets": (
+        lambda m: trainer(
+            lora(m),
+            config={"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True},
+            eval_dataset={"new": ROWS, "old": ROWS},
+        ),
+        "metric_for_best_model = 'loss'",
+        "'eval_new_loss', 'eval_old_loss'",
+    ),
+    "offloading without a GPU": (
+        lambda m: trainer(lora(m), config={"activation_offloading": True, "use_cpu": True}),
+        "activation_offloading on the CPU",
+        "leave it out",
+    ),
+    "no turn": (
+        lambda m: trainer(lora(m), Dataset.from_list([{"messages": []}, {"messages": []}])),
+        "row 1: messages is an empty list",
+        "filter(",
+    ),
+    "texts called prompt": (
+        lambda m: trainer(lora(m), Dataset.from_list([{"prompt": "a"}]), {"dataset_text_field": "prompt"}),
+        "dataset_text_field = 'prompt'",
+        "rename_column",
     ),
     "pairs": (
         lambda m: trainer(lora(m), Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 import yaml
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -35,7 +36,8 @@ from pronghorn.train import run as runs
 from pronghorn.train.evaluate import heldout_loss
 from support.resumed import same_run
 from support.runs import stop_at
-from support.tiny import MOE_FAMILIES, packed_row, tiny_model
+from support.tiny import MOE_FAMILIES, packed_row, stock_loss_on_cpu, tiny_model
+from support.trainers import config
 
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 QUIET = Console(quiet=True)
@@ -264,6 +266,31 @@ def test_a_batch_without_labels_has_no_auxiliary_loss(normalised: bool) -> None:
     loss = model(**batch, num_items_in_batch=7 if normalised else None).loss
     assert loss.item() == 0
     loss.backward()
+
+
+@stock_loss_on_cpu
+@pytest.mark.parametrize("coefficient", [None, 0.5])
+def test_the_auxiliary_loss_of_padded_batches_is_trl_s(
+    coefficient: float | None, stories: Path, tmp_path: Path
+) -> None:
+    """One a step however many micro-batches it has, by the coefficient of the arguments."""
+    rows = Dataset.from_list(
+        [{"input_ids": list(range(3, 9 + 5 * n)), "labels": list(range(3, 9 + 5 * n))} for n in range(8)]
+    )
+    found = []
+    for kind in (SFTTrainer, trl.SFTTrainer):
+        changes = {"packing": False, "gradient_accumulation_steps": 3, "router_aux_loss_coef": coefficient}
+        trainer = kind(
+            tiny_model("mixtral"),
+            config(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, **changes),
+            train_dataset=rows,
+            eval_dataset=rows,
+            processing_class=AutoTokenizer.from_pretrained(stories),
+        )
+        trainer.train()
+        names = ("loss", "grad_norm", "eval_loss")
+        found.append([entry[name] for entry in trainer.state.log_history for name in names if name in entry])
+    assert found[0] == pytest.approx(found[1], rel=2e-5) and len(found[0]) == 5
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import math
 import os
 import pickle
 import re
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -236,6 +238,8 @@ def test_columns_of_names_that_mean_something_here(stories: Path, tmp_path: Path
     trainer = SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
     trainer.train()
     assert len(losses(trainer)) == 4
+    rows = Dataset.from_list([{"input_ids": [1, 5, 6], "lengths": 3}] * 4)
+    SFTTrainer(model, config(tmp_path, packing=False, max_steps=1), train_dataset=rows, tokenizer=tokenizer).train()
     packed = Dataset.from_list([{"input_ids": [1, 5, 6, 1, 7], "labels": [1, 5, 6, 1, 7], "lengths": [3, 2]}])
     trainer = SFTTrainer(model, config(tmp_path, packing=False), train_dataset=packed, tokenizer=tokenizer)
     assert trainer.train_dataset[0]["lengths"] == [3, 2]  # of the documents, which stay apart
@@ -243,6 +247,95 @@ def test_columns_of_names_that_mean_something_here(stories: Path, tmp_path: Path
         rows = Dataset.from_list([{"text": "A cat sat.", "labels": labels}])
         with pytest.raises(DataError, match="remove_columns"):
             SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
+
+
+TURNS = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
+PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    ("row", "ends", "told"),
+    [
+        ({"prompt": "One day", "text": "A dog."}, "<s> A dog.</s>", None),
+        ({"prompt": "One day", "messages": TURNS, "rejected": "No."}, "[user]Who?[assistant]A cat.", None),
+        (
+            {"messages": TURNS, "text": "A dog."},
+            "[user]Who?[assistant]A cat.",
+            "has messages beside text: messages are",
+        ),
+        ({"prompt": "One", "completion": " day", "text": "A dog."}, "<s> One day</s>", "completion beside text"),
+        ({"prompt": "One", "completion": " day", "messages": TURNS}, "<s> One day</s>", "completion beside messages"),
+    ],
+)
+def test_rows_of_several_formats(
+    stories: Path, tmp_path: Path, row: dict[str, Any], ends: str, told: str | None, packing: bool
+) -> None:
+    """Of which TRL asks one column, another in each process, whether they are conversations, and so whether a
+    completion gets its end; beside a text it never does."""
+    model, tokenizer = adapted(stories)
+    tokenizer.chat_template = PLAIN
+    given: dict[str, Any] = {"train_dataset": Dataset.from_list([row] * 4), "tokenizer": tokenizer}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = SFTTrainer(model, config(tmp_path, packing=packing), **given)
+    document = getattr(trainer.train_dataset, "documents", trainer.train_dataset)[0]
+    assert tokenizer.decode(document["input_ids"]).replace("</s> [", "[").lstrip().startswith(ends)
+    assert (document["labels"][0] == -100) == ("completion" in row)
+    notes = [str(each.message) for each in caught if "beside" in str(each.message)]
+    assert (told is None and not notes) or (told is not None and told in notes[0] and len(notes) == 1)
+    if told is not None:  # what the warning says to do is quiet
+        [columns] = re.findall(r"remove_columns\((.*)\)", notes[0])
+        chosen = given["train_dataset"].remove_columns(ast.literal_eval(columns))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*beside")
+            SFTTrainer(model, config(tmp_path, packing=packing), **(given | {"train_dataset": chosen}))
+
+
+def test_a_chat_template_of_the_arguments_is_taken(stories: Path, tmp_path: Path) -> None:
+    """By a tokenizer that has none, too."""
+    model, tokenizer = adapted(stories)
+    template = tmp_path / "turns.jinja"
+    template.write_text(PLAIN)
+    given: dict[str, Any] = {"train_dataset": Dataset.from_list([{"messages": TURNS}] * 4), "tokenizer": tokenizer}
+    trainer = SFTTrainer(model, config(tmp_path, chat_template_path=str(template), max_steps=1), **given)
+    trainer.train()
+    assert tokenizer.decode(trainer.train_dataset.documents[0]["input_ids"]).endswith("[assistant]A cat.")
+    for name, problem in (("other.jinja", "is not there"), ("turns.txt", r"is no \.jinja file")):
+        (tmp_path / "turns.txt").write_text(PLAIN)
+        with pytest.raises(ConfigError, match=problem):
+            SFTTrainer(model, config(tmp_path, chat_template_path=str(tmp_path / name)), **given)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        ({"messages": TURNS}, {}),
+        ({"prompt": "One day", "response": "a cat"}, {}),
+        ({"prompt": "One day", "completion": "a cat"}, {"completion_only_loss": False}),
+        ({"story": "One day"}, {"dataset_text_field": "story"}),
+        ({"tale": "One day"}, {"dataset_text_field": "story"}),
+    ],
+)
+def test_what_a_formatting_function_returns_is_trained(
+    stories: Path, tmp_path: Path, row: dict[str, Any], changes: dict[str, Any], streamed: bool
+) -> None:
+    """TRL trains the messages or the prompt that the row has besides, or looks for another column."""
+    model, tokenizer = adapted(stories)
+    tokenizer.chat_template = PLAIN
+    rows = Dataset.from_list([row] * 4)
+    trainer = SFTTrainer(
+        model,
+        config(tmp_path, packing=False, **changes),
+        train_dataset=rows.to_iterable_dataset() if streamed else rows,
+        eval_dataset=rows,
+        tokenizer=tokenizer,
+        formatting_func=lambda row: "A dog of " + " ".join(sorted(row)),
+    )
+    for dataset in (trainer.train_dataset, trainer.eval_dataset):
+        text = tokenizer.decode(next(iter(dataset))["input_ids"])
+        assert text == f"<s> A dog of {' '.join(sorted(row))}</s>"
 
 
 @pytest.mark.slow

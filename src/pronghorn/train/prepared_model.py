@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pronghorn.device import processes
 from pronghorn.memory.plan import Plan
@@ -34,6 +36,22 @@ def resolve_plan(handle: Handle, args: Any) -> Plan | None:
     """
     rows, row_tokens = args.per_device_train_batch_size, args.max_length or 0
     return resolve(handle, rows, row_tokens, packs=args.packing, **_how(args))
+
+
+def unround_adapters(model: Any, trained: Mapping[Any, Tensor], quantised: bool) -> None:
+    """Give trained parameters their values back, where TRL rounded the adapters of a quantised base to bfloat16.
+
+    Args:
+        model: the trainer's.
+        trained: what was trained before TRL had the model, with its values; its own, fresh adapters become float32.
+        quantised: whether the base is.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter in trained:
+            if parameter.dtype != trained[parameter].dtype:
+                parameter.data = trained[parameter].to(parameter.device)
+        elif parameter.requires_grad and ".lora_" in name and quantised:
+            parameter.data = parameter.data.float()
 
 
 class TighterPlans:

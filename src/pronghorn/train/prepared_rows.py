@@ -1,12 +1,85 @@
-"""What the trainer mends in texts that TRL has tokenised."""
+"""What the trainer mends in rows before and after TRL tokenises them."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow.compute
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from trl.chat_template_utils import get_training_chat_template
+
+from pronghorn.errors import ConfigError
+
+_TURNS = ("prompt", "completion", "chosen", "rejected", "messages")
+"""Columns of which TRL asks whichever comes first in a set, another in each process, whether rows are conversations."""
+
+
+def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, args: Any) -> Any:
+    """Return rows with the columns of one format alone: TRL may take the others for conversations, or for the prompts
+    of completions, and then leaves out the end of texts, or trains what was not meant.
+
+    Args:
+        name: of the data set, for the warning about rows of several formats.
+        given: rows; those that are tokenised, or not to be prepared, come back as they are.
+        formatting: the trainer's `formatting_func`, whose texts alone are read, or None.
+        args: the trainer's arguments.
+    """
+    if not isinstance(given, Dataset | IterableDataset) or (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return given
+    columns, text = set(given.column_names or next(iter(given))), args.dataset_text_field
+    if "input_ids" in columns:
+        if formatting is not None:
+            warnings.warn(f"{name} is tokenised already: formatting_func is not used", stacklevel=3)
+        return given
+    if formatting is not None:
+        workers = {"num_proc": args.dataset_num_proc} if isinstance(given, Dataset) else {}
+        unread = sorted(columns & {*_TURNS, "conversations"} - {text})
+        return given.map(_formatted, fn_kwargs={"function": formatting, "to": text}, remove_columns=unread, **workers)
+    formats = [names for names in (("prompt", "completion"), ("messages",), (text,)) if columns.issuperset(names)]
+    if not formats:
+        return given
+    read, *others = formats
+    for other in [each for names in others[:1] for each in names if each not in read]:
+        told = " and ".join(read)
+        warnings.warn(
+            f"{name} has {told} beside {other}: {told} are trained; for {other}: dataset.remove_columns({list(read)})",
+            stacklevel=3,
+        )
+    unread = sorted(columns & {*_TURNS, text} - set(read))
+    return given.remove_columns(unread) if unread else given
+
+
+def _formatted(row: dict[str, Any], function: Callable[[Any], str], to: str) -> dict[str, str]:
+    return {to: function(row)}
+
+
+def check_assistant_only(row: dict[str, Any], formats: bool, tokenizer: Any, args: Any) -> None:
+    """Refuse `assistant_only_loss` where nobody knows the assistant's turns: TRL looks for marks in the chat template.
+
+    Args:
+        row: the first one.
+        formats: whether a `formatting_func` makes texts of the rows.
+        tokenizer: the trainer's, or None for the model's own.
+        args: the trainer's arguments.
+    """
+    turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
+    if formats or not turns:
+        raise ConfigError(
+            f"assistant_only_loss, and {'formatting_func makes texts' if formats else 'rows are no conversations'}",
+            "give rows of messages; of rows of prompt and completion the completions alone are trained anyway",
+        )
+    if tokenizer is None or args.chat_template_path or not getattr(tokenizer, "chat_template", None):
+        return
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ConfigError(
+            "assistant_only_loss, and the chat template doesn't mark the assistant's turns by {% generation %}",
+            "leave assistant_only_loss out and call pronghorn.train_on_responses_only(trainer, instruction_part=..., "
+            "response_part=...) before training",
+        ) from error
 
 
 def tidied(documents: Any, given: Any, tokenizer: Any) -> Any:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import trl
 from accelerate.utils import DistributedType
@@ -34,17 +35,17 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.attach import attached
-from pronghorn.models.families import balances_experts, base_causal_lm
+from pronghorn.models.families import base_causal_lm
 from pronghorn.models.generic import PACKING
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
-from pronghorn.train import checkpoint, prepared_rows, validate
+from pronghorn.train import balance, checkpoint, prepared_rows, validate
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.group import check_gpus_apart
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
-from pronghorn.train.prepared_model import TighterPlans, attached_on_its_device, resolve_plan
+from pronghorn.train.prepared_model import TighterPlans, attached_on_its_device, resolve_plan, unround_adapters
 from pronghorn.train.ranks import (
     MOST_BYTES,
     CopiesAccelerator,
@@ -63,14 +64,14 @@ from pronghorn.train.shared_layers import SharedLayersTrainer
 
 @dataclass(frozen=True)
 class _Collators:
-    """Packed rows carry their documents' lengths; others are padded to the longest. Not the trainer's own method:
-    loaders' workers that aren't forked (Python 3.14's are not) are sent it, and no trainer can be."""
+    """Packed rows carry their documents' lengths; others, which may have a number there, are padded to the longest. Not
+    the trainer's own method: loaders' workers that aren't forked (Python 3.14's) are sent it, and no trainer can be."""
 
     packed: Collator
     padded: Any
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.packed(rows) if "lengths" in rows[0] else self.padded(rows)
+        return self.packed(rows) if np.ndim(rows[0].get("lengths", 0)) else self.padded(rows)
 
 
 class SFTTrainer(SharedLayersTrainer):
@@ -104,6 +105,8 @@ class SFTTrainer(SharedLayersTrainer):
         check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             validate.check_dataset(name, kwargs.get(name), packs, args, kwargs)
+        if kwargs.get("formatting_func") is None:  # whose rows it may read whole
+            kwargs["train_dataset"] = prepared_rows.readable("train_dataset", kwargs["train_dataset"], None, args)
         if args.packing or args.eval_packing:
             args.max_length = validate.check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
@@ -123,15 +126,8 @@ class SFTTrainer(SharedLayersTrainer):
             args.packing, args.eval_packing = asked
         adapted: Any = self.model
         keep_names(adapted)
-        config = base_causal_lm(adapted).config
-        if getattr(self, "aux_loss_enabled", False) and not balances_experts(config, asked=True):
-            self.aux_loss_enabled = config.output_router_logits = False  # TRL asks a model without routers
-        for name, parameter in adapted.named_parameters():  # TRL rounds the adapters of a quantised base to bfloat16
-            if parameter in trained:
-                if parameter.dtype != trained[parameter].dtype:
-                    parameter.data = trained[parameter].to(parameter.device)
-            elif parameter.requires_grad and ".lora_" in name and getattr(model, "is_quantized", False):
-                parameter.data = parameter.data.float()  # its own, fresh ones
+        balance.settle(self)
+        unround_adapters(adapted, trained, getattr(model, "is_quantized", False))
         if args.fp16 and self.accelerator.scaler is None and args.device.type == "cpu":
             # accelerate scales losses on GPUs only, and would train in float16 without
             self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
@@ -188,7 +184,8 @@ class SFTTrainer(SharedLayersTrainer):
             return dataset
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
             return PackedRows(dataset, args.max_length, seed=data_seed(args))
-        documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+        dataset = prepared_rows.readable(dataset_name, dataset, formatting_func, args)
+        documents = super()._prepare_dataset(dataset, processing_class, args, False, None, dataset_name)
         documents = prepared_rows.tidied(documents, dataset, processing_class)
         validate.check_documents(dataset_name, documents, args.max_length)
         return PackedRows(documents, args.max_length, seed=data_seed(args)) if packing else documents
@@ -220,9 +217,12 @@ class SFTTrainer(SharedLayersTrainer):
         """Compute the model's own loss, divided by `num_items_in_batch`: the supervised tokens of the accumulated batch
         on all ranks (gradients are averaged over ranks, hence the factor)."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
-        loss = outputs.loss
+        loss, aux = balance.apart(outputs, self.model, "packed" in inputs)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
+        if aux is not None:
+            steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+            loss = loss + aux / steps
         return (loss, outputs) if return_outputs else loss
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

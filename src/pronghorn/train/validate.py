@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pyarrow.compute
@@ -22,6 +23,7 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
+from pronghorn.train import prepared_rows
 
 _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
@@ -73,10 +75,20 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                     f"{name} has a column labels, which TRL takes for the labels of tokens, and no input_ids",
                     'dataset.remove_columns("labels")',
                 )
-            if (formats := kwargs.get("formatting_func")) is not None:
+            formats, text = kwargs.get("formatting_func"), args.dataset_text_field
+            plain = isinstance(row.get(text), str) and "completion" not in row
+            if text in ("prompt", "messages") and (plain or formats is not None):
+                raise ConfigError(
+                    f"dataset_text_field = {text!r}, a name that TRL takes for something else",
+                    f'dataset.rename_column({text!r}, "text"), and leave dataset_text_field out',
+                )
+            if args.assistant_only_loss and name == "train_dataset" and not prepared:
+                prepared_rows.check_assistant_only(row, formats is not None, kwargs.get("processing_class"), args)
+            if formats is not None:
                 _check_formatting(formats, row)
             elif not prepared and isinstance(dataset, Dataset):
-                _check_columns(name, row, args.dataset_text_field, kwargs.get("processing_class"))
+                tokenizer = None if args.chat_template_path else kwargs.get("processing_class")
+                _check_columns(name, row, args.dataset_text_field, tokenizer)
                 _check_labels(name, dataset, row)
                 _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
 
@@ -118,7 +130,9 @@ def _check_nulls(name: str, dataset: Dataset, columns: set[str]) -> None:
                 f"{name} row 1: {column} is {value!r:.40}, not a text",
                 f"dataset.map(lambda row: {{{column!r}: str(row[{column!r}])}})",
             )
-        if isinstance(value, list) and value and not isinstance(value[0], dict):
+        if value == []:
+            raise DataError(f"{name} row 1: {column} is an empty list", f"dataset.filter(lambda row: row[{column!r}])")
+        if isinstance(value, list) and not isinstance(value[0], dict):
             raise DataError(
                 f"{name} row 1: {column} is a list of {type(value[0]).__name__}, neither a text nor messages",
                 "join it, or make messages of it, by dataset.map",
@@ -315,13 +329,29 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
     """Refuse arguments of SFTConfig and SFTTrainer that the packed loss or the collator would pass over."""
     check_no_fsdp(args)
     for field in fields(args):
-        if isinstance(field.default, int | float) and isinstance(value := getattr(args, field.name), str):
+        value = getattr(args, field.name)
+        if isinstance(field.default, int | float) and isinstance(value, str):
             raise ConfigError(f"{field.name} = {value!r} is a text", "write it as a number, without quotes")
+        if value is None and field.name in ("learning_rate", "max_grad_norm", "weight_decay"):
+            raise ConfigError(f"{field.name} is None", f"leave it out, which means {field.default}, or write 0")
+    if args.activation_offloading and args.device.type == "cpu":
+        raise ConfigError("activation_offloading on the CPU, where activations are already", "leave it out")
+    evaluated, best = kwargs.get("eval_dataset"), str(args.metric_for_best_model or "").removeprefix("eval_")
+    if best and isinstance(evaluated, dict) and not any(best.startswith(f"{name}_") for name in evaluated):
+        raise ConfigError(
+            f"metric_for_best_model = {best!r}, and each data set of eval_dataset has its own",
+            f"name one: {', '.join(repr(f'eval_{name}_loss') for name in evaluated)}",
+        )
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if (value := getattr(args, name)) < 1:
             raise ConfigError(f"{name} = {value} is below 1", "give the rows of a step: 1 is the least")
         if value != int(value):
             raise ConfigError(f"{name} = {value} is no whole number", f"write e.g. {name}={round(value)}")
+    if (path := args.chat_template_path) and Path(path).is_file() != path.endswith((".jinja", ".j2")):
+        raise ConfigError(
+            f"chat_template_path = {path!r} is {'no .jinja file' if Path(path).is_file() else 'not there'}",
+            "give a .jinja file, or the name of a model whose tokenizer has the template",
+        )
     if not isinstance(kwargs.get("callbacks") or [], list | tuple):
         raise ConfigError(f"callbacks is a {type(kwargs['callbacks']).__name__}", "give a list: callbacks=[…]")
     if args.learning_rate < 0:
