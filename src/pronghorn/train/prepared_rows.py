@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pyarrow.compute
+import trl.chat_template_utils
 from datasets import Dataset, IterableDataset
-from trl.chat_template_utils import get_training_chat_template
 
 from pronghorn.errors import ConfigError
 
@@ -72,8 +72,10 @@ def check_assistant_only(row: dict[str, Any], formats: bool, tokenizer: Any, arg
         )
     if tokenizer is None or args.chat_template_path or not getattr(tokenizer, "chat_template", None):
         return
+    marked = getattr(trl.chat_template_utils, "get_training_chat_template", None)  # TRL's own error else, if it moves
     try:
-        get_training_chat_template(tokenizer)
+        if marked is not None:
+            marked(tokenizer)
     except ValueError as error:
         raise ConfigError(
             "assistant_only_loss, and the chat template doesn't mark the assistant's turns by {% generation %}",
