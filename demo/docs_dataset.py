@@ -187,7 +187,7 @@ def _entry(group: str, name: str, kind: str, thing: Any, bound: bool) -> Iterato
         signature = inspect.signature(thing)
         parameters = list(signature.parameters.values())
         arguments = str(signature if bound else signature.replace(parameters=parameters[1:]))
-    except (ValueError, TypeError):  # a built-in: the documentation's first line often has it
+    except (ValueError, TypeError, AttributeError):  # a built-in: the documentation's first line often has it
         match = re.match(rf"(?:\w+\.)*{re.escape(name.rpartition('.')[2])}(\(.*\)(?: -> [\w ]+)?)", doc)
         if match is None:
             return

@@ -194,7 +194,9 @@ def test_bad_rows_are_dropped_and_told_where_asked(tmp_path: Path) -> None:
     path, dropped = write(tmp_path / "train.jsonl", good, good | {"completion": ""}, good), list[DataError]()
     assert [row.line for row in read_rows(path, on_bad=dropped.append)] == [1, 3]
     assert [error.problem for error in dropped] == [f"{path} line 2: an empty completion"]
-    path.write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n{"text": ' + "[" * 3000 + '\n{"text": "d"}\n')
+    path.write_text(
+        '{"text": "a"}\n{"text": "b", "text": "c"}\n{"text": ' + "[" * 3000 + "]" * 3000 + '}\n{"text": "d"}\n'
+    )
     assert [row.line for row in read_rows(path, on_bad=dropped.append)] == [1, 4]
     assert "key 'text' twice" in dropped[1].problem and "100 brackets" in dropped[2].problem
     as_list = path.with_suffix(".json")

@@ -226,7 +226,7 @@ BAD_LISTS = {
     "no items": ("[]", "train.json: no rows in it"),
     "an object": (GOOD, "train.json: dict instead of a list"),
     "json lines": (f"{GOOD}\n{GOOD}\n", r"line 2: not valid JSON \(Extra data, column 1\): name the file \.jsonl"),
-    "malformed": (f"[\n{GOOD},\n{GOOD}\n,]", r"line 4: not valid JSON \(.*, column 2\)"),
+    "malformed": (f"[\n{GOOD},\n{GOOD}\n,]", r"line 4: not valid JSON \(.*, column [12]\)"),
     "an item that is none": (f"[\n{GOOD},\n7]", "row 2: int instead of an object"),
     "a key twice": (f'[\n{GOOD},\n{{"text": "a", "text": "b"}}]', "row 2: .* the key 'text' twice in one object"),
     "nested": ("[" * 200_000, "row 1: JSON that can't be read"),
