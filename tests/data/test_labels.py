@@ -298,6 +298,16 @@ def test_an_end_of_turn_that_is_white_space_or_plain() -> None:
     assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b~"]
 
 
+def test_an_end_of_turn_of_two_tokens() -> None:
+    tokenizer = byte_level(CHATML.replace("<|im_end|>", "<|end_response|><|im_end|>"))  # as Command R7B's
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end_response|>"]})
+    ended = [f"{text}<|end_response|><|im_end|>" for text in "bd"]
+    assert trained(one(chat("a", "b", "c", "d"), tokenizer), tokenizer) == ended
+    tokenizer.eos_token = "<s>"
+    tokenizer.chat_template = CHATML.replace("<|im_end|>\n", "<|im_end|><|im_start|>")  # which begins the next turn
+    assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b<|im_end|>"]
+
+
 def test_edges_go_by_the_texts_order() -> None:
     backend = byte_level(None, ("Ġb",), trim_offsets=True).backend_tokenizer
     edges = Edges(backend.encode("a b", add_special_tokens=False))

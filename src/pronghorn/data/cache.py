@@ -30,7 +30,7 @@ from pronghorn.state import MANIFEST, clear_leftovers, lock, read_json, write_js
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LABELLING = 4
+LABELLING = 5
 """Raised when the same data would get other tokens or labels than an earlier version gave them."""
 PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000

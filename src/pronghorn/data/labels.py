@@ -313,8 +313,8 @@ class Edges:
 def token_ranges(
     rendered: Rendered, ids: list[int], edges: Edges, control: frozenset[int], eos: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return the token ranges [first, end) of the turns, end-of-turn tokens included; bare text has none yet, unless it
-    ends with its own `eos`."""
+    """Return the token ranges [first, end) of the turns, end-of-turn tokens included, `eos` right behind one, too; bare
+    text has none yet, unless it ends with its own `eos`."""
     text, source, ranges = rendered.text, rendered.source, []
     at, count = 0, len(ids)
 
@@ -344,6 +344,8 @@ def token_ranges(
                     "use a chat template that ends the assistant's turns with a special token of the tokenizer",
                 )
             at += 1
+            if at < count and ids[at] == eos != ids[at - 1]:  # Command R7B ends its response, and then the turn
+                at += 1
         ranges.append((first, at))
     return ranges
 
