@@ -146,6 +146,12 @@ def documents(
         sets = held_out(sets, data.held_out, seed, split == "eval")
         weights = [] if split == "eval" else weights
     lengths = [len(documents) for documents in sets]
+    if weights and 0 in lengths:
+        raise DataError(
+            f"{sources[lengths.index(0)].path}: data.eval: {data.held_out} holds all of it out, and it has a share of "
+            "data.train",
+            "give it more rows, hold less out, or take it out of the mixture",
+        )
     if weights:
         taken = mixture(lengths, weights, seed)
         sets = [documents.select(indices) for documents, indices in zip(sets, taken, strict=True)]
