@@ -247,6 +247,18 @@ def test_a_call_whose_lead_only_a_last_turn_has() -> None:
     assert alone == f"<think>\n\n</think>\n\n{first}"
 
 
+def test_reasoning_before_calls_alone_is_a_field_there() -> None:
+    """Gemma 4's first templates render the reasoning of calls, and none of texts."""
+    field = "{% if m.tool_calls and m.reasoning_content %}<thought>{{ m.reasoning_content }}</thought>{% endif %}"
+    tokenizer = byte_level(CALLS.replace("{{ m.content }}", field + "{{ m.content }}"))
+    call = Message("assistant", "", {"tool_calls": [CALL], "reasoning_content": "Ask."})
+    messages = (Message("user", "a"), call, Message("tool", "rain"))
+    said = Message("assistant", "It rains.", {"reasoning_content": "Told."})
+    first, second = trained(one(replace(chat("a"), messages=(*messages, said)), tokenizer), tokenizer)
+    assert first.startswith('<thought>Ask.</thought><call>{"type"')
+    assert second == "<think>\nTold.\n</think>\n\nIt rains.<|im_end|>"
+
+
 def test_a_lead_of_control_tokens_is_trained() -> None:
     """gpt-oss names the channel of an answer before its text."""
     lead = "{% if m.role == 'assistant' %}<|channel|>final<|message|>{% endif %}{{ m.content }}"

@@ -202,13 +202,24 @@ class Labeller:
         <think> at the beginning of the text."""
         if not any(message.reasoning or THINK.match(message.content) for message in row.messages):
             return row
-        messages = tuple(_apart(m) if self._has_field else _joined(m) for m in row.messages)
+        messages = tuple(_apart(m) if self._has_field("tool_calls" in m.extra) else _joined(m) for m in row.messages)
         return replace(row, messages=messages)
 
+    def _has_field(self, calls: bool) -> bool:
+        """Tell whether the chat template renders the reasoning of a turn, one with `calls` or one of text alone."""
+        return self._text_has_field or (calls and self._calls_have_field)  # Gemma 4's first templates: of calls alone
+
     @cached_property
-    def _has_field(self) -> bool:
-        """Tell whether the chat template renders `reasoning_content` (or gpt-oss's `thinking`)."""
-        said = Message("assistant", "b", {"reasoning_content": "pronghorn"})
+    def _text_has_field(self) -> bool:
+        return self._renders_reasoning({})
+
+    @cached_property
+    def _calls_have_field(self) -> bool:
+        return self._renders_reasoning({"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]})
+
+    def _renders_reasoning(self, extra: dict[str, Any]) -> bool:
+        """Tell whether the chat template renders `reasoning_content` (or gpt-oss's `thinking`) beside `extra`."""
+        said = Message("assistant", "" if extra else "b", {"reasoning_content": "pronghorn", **extra})
         try:
             return "pronghorn" in render([Message("user", "a"), said], (), self._tokenizer, "a probe", answer=False)
         except DataError:
