@@ -239,6 +239,10 @@ def test_columns_of_names_that_mean_something_here(stories: Path, tmp_path: Path
     packed = Dataset.from_list([{"input_ids": [1, 5, 6, 1, 7], "labels": [1, 5, 6, 1, 7], "lengths": [3, 2]}])
     trainer = SFTTrainer(model, config(tmp_path, packing=False), train_dataset=packed, tokenizer=tokenizer)
     assert trainer.train_dataset[0]["lengths"] == [3, 2]  # of the documents, which stay apart
+    by_trl = trl.pack_dataset(packed.remove_columns(["labels", "lengths"]), ROW)
+    for rows, packing in ((packed, True), (by_trl, True), (by_trl, False)):
+        with pytest.raises(DataError, match="train_dataset is packed already"):
+            SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=rows, tokenizer=tokenizer)
     for labels in ([1, 2, 3], "good", 0):
         rows = Dataset.from_list([{"text": "A cat sat.", "labels": labels}])
         with pytest.raises(DataError, match="remove_columns"):

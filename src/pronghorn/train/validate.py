@@ -73,12 +73,25 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                     f"{name} has a column labels, which TRL takes for the labels of tokens, and no input_ids",
                     'dataset.remove_columns("labels")',
                 )
+            _check_unpacked(name, row, packing)
             if (formats := kwargs.get("formatting_func")) is not None:
                 _check_formatting(formats, row)
             elif not prepared and isinstance(dataset, Dataset):
                 _check_columns(name, row, args.dataset_text_field, kwargs.get("processing_class"))
                 _check_labels(name, dataset, row)
                 _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
+
+
+def _check_unpacked(name: str, row: dict[str, Any], packing: bool) -> None:
+    """Refuse packed rows that would be taken for documents; those with our `lengths` are trained as they are unless
+    they are to be packed again."""
+    packed = ("seq_lengths", "lengths") if packing else ("seq_lengths",)
+    column = next((column for column in packed if "input_ids" in row and isinstance(row.get(column), list)), None)
+    if column is not None:
+        raise DataError(
+            f"{name} is packed already (it has {column}): the documents of a row would see each other",
+            "give the documents as they were before they were packed: the trainer packs them",
+        )
 
 
 def _check_formatting(formats: Callable[[Any], Any], row: dict[str, Any]) -> None:
