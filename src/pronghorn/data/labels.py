@@ -215,7 +215,8 @@ class Labeller:
 
     @cached_property
     def _calls_have_field(self) -> bool:
-        return self._renders_reasoning({"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]})
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        return self._renders_reasoning({"tool_calls": [call]})
 
     def _renders_reasoning(self, extra: dict[str, Any]) -> bool:
         """Tell whether the chat template renders `reasoning_content` (or gpt-oss's `thinking`) beside `extra`."""
