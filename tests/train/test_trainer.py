@@ -33,11 +33,13 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
+from pronghorn.train.check_turns import check_turns
 from pronghorn.train.checkpoint import checkpoints, keep_newest
 from pronghorn.train.control import trained_seconds
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
 from pronghorn.train.prepared_model import attached_on_its_device
+from support.chats import CHATML
 from support.tiny import stock_loss_on_cpu, tiny_model
 from support.trainers import LINEARS, ROW, adapted, config
 
@@ -247,6 +249,25 @@ def test_columns_of_names_that_mean_something_here(stories: Path, tmp_path: Path
         rows = Dataset.from_list([{"text": "A cat sat.", "labels": labels}])
         with pytest.raises(DataError, match="remove_columns"):
             SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
+
+
+def test_messages_that_say_nothing_are_refused(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    tokenizer.chat_template = CHATML
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+    whole = [asked, {"role": "assistant", "content": None, **call}, said]
+    for messages, told in (
+        ([], "row 2: messages is empty"),
+        ([asked, {"role": "assistant", "content": None}], "row 2: messages has no content in message 2"),
+    ):
+        for rows in ([whole, messages], [[asked, said], messages]):
+            dataset = Dataset.from_list([{"messages": row} for row in rows])
+            with pytest.raises(DataError, match=told):
+                SFTTrainer(model, config(tmp_path), train_dataset=dataset, tokenizer=tokenizer)
+            with pytest.raises(DataError, match=told.replace("row 2", "row 1")):
+                SFTTrainer(model, config(tmp_path), train_dataset=dataset.select([1, 0]), tokenizer=tokenizer)
+            check_turns("train_dataset", dataset.select([0]), "messages")  # a call needs no content
 
 
 @pytest.mark.slow

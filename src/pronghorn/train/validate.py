@@ -22,6 +22,7 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
+from pronghorn.train.check_turns import check_turns
 
 _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
@@ -141,6 +142,8 @@ def _check_nulls(name: str, dataset: Dataset, columns: set[str]) -> None:
                 f"{name} row {values.index(None) + 1}: {column} is null",
                 f"dataset.filter(lambda row: row[{column!r}] is not None)",
             )
+        if isinstance(value, list):
+            check_turns(name, dataset, column)
 
 
 def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) -> None:
