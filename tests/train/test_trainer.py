@@ -270,6 +270,20 @@ def test_messages_that_say_nothing_are_refused(stories: Path, tmp_path: Path) ->
             check_turns("train_dataset", dataset.select([0]), "messages")  # a call needs no content
 
 
+def test_parts_are_trained_where_the_template_reads_them(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    parts = [{"type": "text", "text": "Who?"}]
+    rows = Dataset.from_list([{"messages": [{"role": r, "content": parts} for r in ("user", "assistant")]}])
+    texts_alone = CHATML.replace("m.content", "m.content if m.content is string else ''")  # as Qwen 3
+    for template, told in ((CHATML, "writes such a list as it is"), (texts_alone, "leaves their text out")):
+        tokenizer.chat_template = template
+        with pytest.raises(DataError, match=told):
+            SFTTrainer(model, config(tmp_path), train_dataset=rows, tokenizer=tokenizer)
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=rows, tokenizer=tokenizer)
+    assert tokenizer.decode(trainer.train_dataset[0]["input_ids"]).count("\nWho?<|im_end|>") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("packing", [True, False])

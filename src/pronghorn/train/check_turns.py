@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow
 import pyarrow.compute
 from datasets import Dataset
@@ -34,3 +36,22 @@ def check_turns(name: str, dataset: Dataset, column: str) -> None:
             raise DataError(
                 f"{name} row {number}: {column} {wrong}", "fill it in, or leave such rows out by dataset.filter"
             )
+
+
+def check_parts(name: str, row: dict[str, Any], tokenizer: Any) -> None:
+    """Refuse contents that are lists of parts, where the chat template leaves their text out or writes the list."""
+    turns = [turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, dict)]
+    if not any(isinstance(turn.get("content"), list) for turn in turns) or not getattr(tokenizer, "chat_template", ""):
+        return
+    try:
+        parts = [{"type": "text", "text": "pronghorn"}]
+        written = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    except Exception:  # a template is a program; TRL meets the same error at the first row
+        return
+    lists = any(mark in written for mark in ("'type'", '"type"'))
+    if lists or "pronghorn" not in written:
+        raise DataError(
+            f"{name}: contents are lists of parts, and the chat template "
+            + ("writes such a list as it is" if lists else "leaves their text out"),
+            'join the texts by dataset.map: "".join(part["text"] for part in message["content"])',
+        )

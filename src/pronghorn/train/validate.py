@@ -22,7 +22,7 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
-from pronghorn.train.check_turns import check_turns
+from pronghorn.train.check_turns import check_parts, check_turns
 
 _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
@@ -80,6 +80,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
             elif not prepared and isinstance(dataset, Dataset):
                 _check_columns(name, row, args.dataset_text_field, kwargs.get("processing_class"))
                 _check_labels(name, dataset, row)
+                check_parts(name, row, kwargs.get("processing_class"))
                 _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
 
 
