@@ -72,8 +72,8 @@ def standardize_sharegpt(
         UnsupportedError: others than Unsloth's `tokenizer`, `batch_size` and `num_proc`, which decide nothing.
     """
     asked = {name: value for name, value in unsupported.items() if name not in ("tokenizer", "batch_size", "num_proc")}
-    aliases = "aliases_for_system", "aliases_for_user", "aliases_for_assistant"
-    refuse_arguments(asked, "standardize_sharegpt", aliases)
+    known = ("aliases_for_system", "aliases_for_user", "aliases_for_assistant")
+    refuse_arguments(asked, "standardize_sharegpt", known)
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list):
         raise ConfigError(
