@@ -16,8 +16,8 @@ from datasets import Dataset
 
 import pronghorn
 from pronghorn import FastLanguageModel, FastModel, SFTTrainer
-from pronghorn.chat_templates import get_chat_template, standardize_sharegpt
-from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.chat_templates import get_chat_template, standardize_sharegpt, train_on_responses_only
+from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from support.forked import forked
 from support.templates import with_template
 
@@ -225,6 +225,34 @@ def test_templates_by_unsloth_s_names(stories: Path) -> None:
             get_chat_template(tokenizer, other)
     with pytest.raises(ConfigError, match="standardize_sharegpt"):
         get_chat_template(tokenizer, "llama-3.1", mapping={"role": "from", "content": "value"})
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"system_message": "Be brief."}, r"data\.system_prompt"),
+        ({"chat_templat": "llama-3"}, r"did you mean chat_template\?"),
+        ({"map_eos_token": False}, "generation stops at the token that ends turns"),
+        ({"mapping": {"role": "role", "content": "content", "user": "human"}}, "standardize_sharegpt"),
+    ],
+)
+def test_a_template_s_options_are_not_passed_over(options: dict[str, Any], told: str, stories: Path) -> None:
+    tokenizer = with_template("chatml", stories)
+    with pytest.raises(PronghornError, match=told):
+        get_chat_template(tokenizer, **options)
+    usual = {"mapping": {"role": "role"}, "map_eos_token": True, "system_message": None}
+    assert get_chat_template(tokenizer, "chatml", **usual) is tokenizer
+
+
+def test_options_of_turns_and_responses_are_answered() -> None:
+    rows = Dataset.from_list([{"conversations": TURNS}])
+    assert standardize_sharegpt(rows, num_proc=2, batch_size=1000).num_rows == 1
+    with pytest.raises(UnsupportedError, match=r"did you mean aliases_for_user\?"):
+        standardize_sharegpt(rows, aliases_of_user=["customer"])
+    with pytest.raises(UnsupportedError, match=r"data\.loss_on: last"):
+        train_on_responses_only(None, "a", "b", last_response_only=True)
+    with pytest.raises(ConfigError, match="give the SFTTrainer"):
+        train_on_responses_only(None, "a", "b", num_proc=1, force_match=True, last_response_only=False)
 
 
 @pytest.mark.parametrize("name", ["llama-31", "llama-3.2", "llama-3.3"])

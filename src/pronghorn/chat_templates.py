@@ -8,7 +8,7 @@ from typing import Any
 from pronghorn.data.template import BUILT_IN
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.train.responses import train_on_responses_only
-from pronghorn.unsloth_names import elsewhere
+from pronghorn.unsloth_names import elsewhere, refuse_arguments
 
 __all__ = ["get_chat_template", "standardize_data_formats", "standardize_sharegpt", "train_on_responses_only"]
 
@@ -23,13 +23,21 @@ _SPELLINGS = {
 _ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
-def get_chat_template(tokenizer: Any, chat_template: str = "chatml", mapping: Any = None, **options: Any) -> Any:
+def get_chat_template(
+    tokenizer: Any, chat_template: str = "chatml", mapping: Any = None, map_eos_token: bool = True, **unsupported: Any
+) -> Any:
     """Give the tokenizer a built-in chat template, by our name or Unsloth's, and the token that ends its turns.
 
     Raises:
         ConfigError: a template that is not built in, one whose tokens the tokenizer lacks, or a `mapping` of keys.
+        UnsupportedError: another argument, e.g. a `system_message`.
     """
-    if mapping and mapping.get("role", "role") != "role":
+    refuse_arguments(unsupported, "get_chat_template", ("chat_template", "mapping", "map_eos_token"))
+    if not map_eos_token:
+        raise ConfigError(
+            "get_chat_template with map_eos_token=False", "leave it out: generation stops at the token that ends turns"
+        )
+    if mapping and any(theirs != ours for ours, theirs in mapping.items()):
         raise ConfigError("get_chat_template with a mapping", "leave it out and call standardize_sharegpt(dataset)")
     if not hasattr(tokenizer, "apply_chat_template") or not isinstance(chat_template, str):
         raise ConfigError(
@@ -52,7 +60,7 @@ def standardize_sharegpt(
     aliases_for_system: Sequence[str] = (),
     aliases_for_user: Sequence[str] = (),
     aliases_for_assistant: Sequence[str] = (),
-    **options: Any,
+    **unsupported: Any,
 ) -> Any:
     """Return the data set with its `conversations` as messages of `role` and `content`; others come back as they are.
 
@@ -61,7 +69,11 @@ def standardize_sharegpt(
     Raises:
         ConfigError: no data set.
         DataError: a data set without `conversations` or `messages`, or turns of a role that is not known.
+        UnsupportedError: others than Unsloth's `tokenizer`, `batch_size` and `num_proc`, which decide nothing.
     """
+    asked = {name: value for name, value in unsupported.items() if name not in ("tokenizer", "batch_size", "num_proc")}
+    known = ("aliases_for_system", "aliases_for_user", "aliases_for_assistant")
+    refuse_arguments(asked, "standardize_sharegpt", known)
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list):
         raise ConfigError(

@@ -71,6 +71,22 @@ def test_weights_and_max_samples_are_of_what_is_left(files: Path, stories: Path)
     assert len(held) == 4 and len(train) == 36 and not set(train) & set(held)
 
 
+def test_a_source_with_a_share_that_is_held_out_whole_is_named(files: Path, stories: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    (files / "b.jsonl").write_text(row(0, "?"))
+    sources = [Source(path=files / "a.jsonl", weight=3), Source(path=files / "b.jsonl", weight=1)]
+    data = Data(train=sources, eval="50%", cache=files / "cache")
+    told = 0
+    for seed in range(8):  # of one row half of the seeds hold all out
+        if documents(data, "eval", tokenizer, 256, seed).counts[1].used:
+            told += 1
+            with pytest.raises(DataError, match=r"b\.jsonl: data\.eval: 50% holds all of it out"):
+                documents(data, "train", tokenizer, 256, seed)
+        else:
+            assert documents(data, "train", tokenizer, 256, seed).counts[1].used > 1
+    assert 0 < told < 8
+
+
 def test_a_conversation_of_several_documents_stays_whole(tmp_path: Path, stories: Path) -> None:
     tokenizer = with_template("qwen-3", stories)
     thought = {"role": "assistant", "content": "b", "reasoning_content": "R"}

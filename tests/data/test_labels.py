@@ -247,6 +247,18 @@ def test_a_call_whose_lead_only_a_last_turn_has() -> None:
     assert alone == f"<think>\n\n</think>\n\n{first}"
 
 
+def test_reasoning_before_calls_alone_is_a_field_there() -> None:
+    """Gemma 4's first templates render the reasoning of calls, and none of texts."""
+    field = "{% if m.tool_calls and m.reasoning_content %}<thought>{{ m.reasoning_content }}</thought>{% endif %}"
+    tokenizer = byte_level(CALLS.replace("{{ m.content }}", field + "{{ m.content }}"))
+    call = Message("assistant", "", {"tool_calls": [CALL], "reasoning_content": "Ask."})
+    messages = (Message("user", "a"), call, Message("tool", "rain"))
+    said = Message("assistant", "It rains.", {"reasoning_content": "Told."})
+    first, second = trained(one(replace(chat("a"), messages=(*messages, said)), tokenizer), tokenizer)
+    assert first.startswith('<thought>Ask.</thought><call>{"type"')
+    assert second == "<think>\nTold.\n</think>\n\nIt rains.<|im_end|>"
+
+
 def test_a_lead_of_control_tokens_is_trained() -> None:
     """gpt-oss names the channel of an answer before its text."""
     lead = "{% if m.role == 'assistant' %}<|channel|>final<|message|>{% endif %}{{ m.content }}"
@@ -296,6 +308,16 @@ def test_an_end_of_turn_that_is_white_space_or_plain() -> None:
     tokenizer = byte_level(CHATML.replace("<|im_end|>", "~"))
     tokenizer.eos_token = "~"  # a plain token of the vocabulary
     assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b~"]
+
+
+def test_an_end_of_turn_of_two_tokens() -> None:
+    tokenizer = byte_level(CHATML.replace("<|im_end|>", "<|end_response|><|im_end|>"))  # as Command R7B's
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end_response|>"]})
+    ended = [f"{text}<|end_response|><|im_end|>" for text in "bd"]
+    assert trained(one(chat("a", "b", "c", "d"), tokenizer), tokenizer) == ended
+    tokenizer.eos_token = "<s>"
+    tokenizer.chat_template = CHATML.replace("<|im_end|>\n", "<|im_end|><|im_start|>")  # which begins the next turn
+    assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b<|im_end|>"]
 
 
 def test_edges_go_by_the_texts_order() -> None:

@@ -17,6 +17,7 @@ from support.chats import WHERE, trained, written
 from support.templates import with_template
 
 ORIGINALS = {"llama-3.1": "llama3_1", "qwen-2.5": "qwen2_5", "qwen-3": "qwen3", "gpt-oss": "gptoss"}
+TEXTS = {"llama-3": "llama3", "gemma": "gemma3", **ORIGINALS}
 TOOLS: tuple[dict[str, Any], ...] = tuple(
     {"type": "function", "function": {"name": name, "description": f"Tell {name}.", "parameters": parameters}}
     for name, parameters in (
@@ -104,6 +105,20 @@ def test_a_built_in_template_writes_what_its_original_does(
             ours = ours.replace(reasoned, "")
     lines = [line for line in expected.split("\n") if not line.startswith("Current date: ")]
     assert ours == "\n".join(lines)
+
+
+@pytest.mark.parametrize("system", ["", " S\n"], ids=["empty", "spaces"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_built_in_template_writes_system_texts_as_its_original_does(name: str, system: str, shared: Path) -> None:
+    tokenizer = with_template(name, shared / "models" / "stories260k")
+    original = (files("trl") / "chat_templates" / f"{TEXTS[name]}.jinja").read_text()
+    messages = [message.as_dict() for message in (Message("system", system), *CHATS["plain"])]
+    for tools in (None, list(TOOLS)) if name in ORIGINALS else (None,):
+        ours, theirs = (
+            tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, chat_template=text)
+            for text in (None, original)
+        )
+        assert ours == "\n".join(line for line in theirs.split("\n") if not line.startswith("Current date: "))
 
 
 def test_mistral_writes_tools_calls_and_results_between_its_tokens(shared: Path) -> None:

@@ -35,11 +35,13 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
+from pronghorn.train.check_turns import check_turns
 from pronghorn.train.checkpoint import checkpoints, keep_newest
 from pronghorn.train.control import trained_seconds
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
 from pronghorn.train.prepared_model import attached_on_its_device
+from support.chats import CHATML
 from support.tiny import stock_loss_on_cpu, tiny_model
 from support.trainers import LINEARS, ROW, adapted, config
 
@@ -243,6 +245,10 @@ def test_columns_of_names_that_mean_something_here(stories: Path, tmp_path: Path
     packed = Dataset.from_list([{"input_ids": [1, 5, 6, 1, 7], "labels": [1, 5, 6, 1, 7], "lengths": [3, 2]}])
     trainer = SFTTrainer(model, config(tmp_path, packing=False), train_dataset=packed, tokenizer=tokenizer)
     assert trainer.train_dataset[0]["lengths"] == [3, 2]  # of the documents, which stay apart
+    by_trl = trl.pack_dataset(packed.remove_columns(["labels", "lengths"]), ROW)
+    for rows, packing in ((packed, True), (by_trl, True), (by_trl, False)):
+        with pytest.raises(DataError, match="train_dataset is packed already"):
+            SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=rows, tokenizer=tokenizer)
     for labels in ([1, 2, 3], "good", 0):
         rows = Dataset.from_list([{"text": "A cat sat.", "labels": labels}])
         with pytest.raises(DataError, match="remove_columns"):
@@ -336,6 +342,39 @@ def test_what_a_formatting_function_returns_is_trained(
     for dataset in (trainer.train_dataset, trainer.eval_dataset):
         text = tokenizer.decode(next(iter(dataset))["input_ids"])
         assert text == f"<s> A dog of {' '.join(sorted(row))}</s>"
+
+
+def test_messages_that_say_nothing_are_refused(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    tokenizer.chat_template = CHATML
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+    whole = [asked, {"role": "assistant", "content": None, **call}, said]
+    for messages, told in (
+        ([], "row 2: messages is empty"),
+        ([asked, {"role": "assistant", "content": None}], "row 2: messages has no content in message 2"),
+    ):
+        for rows in ([whole, messages], [[asked, said], messages]):
+            dataset = Dataset.from_list([{"messages": row} for row in rows])
+            with pytest.raises(DataError, match=told):
+                SFTTrainer(model, config(tmp_path), train_dataset=dataset, tokenizer=tokenizer)
+            with pytest.raises(DataError, match=told.replace("row 2", "row 1")):
+                SFTTrainer(model, config(tmp_path), train_dataset=dataset.select([1, 0]), tokenizer=tokenizer)
+            check_turns("train_dataset", dataset.select([0]), "messages")  # a call needs no content
+
+
+def test_parts_are_trained_where_the_template_reads_them(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    parts = [{"type": "text", "text": "Who?"}]
+    rows = Dataset.from_list([{"messages": [{"role": r, "content": parts} for r in ("user", "assistant")]}])
+    texts_alone = CHATML.replace("m.content", "m.content if m.content is string else ''")  # as Qwen 3
+    for template, told in ((CHATML, "writes such a list as it is"), (texts_alone, "leaves their text out")):
+        tokenizer.chat_template = template
+        with pytest.raises(DataError, match=told):
+            SFTTrainer(model, config(tmp_path), train_dataset=rows, tokenizer=tokenizer)
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=rows, tokenizer=tokenizer)
+    assert tokenizer.decode(trainer.train_dataset[0]["input_ids"]).count("\nWho?<|im_end|>") == 2
 
 
 @pytest.mark.slow

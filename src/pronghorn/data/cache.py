@@ -30,7 +30,7 @@ from pronghorn.state import MANIFEST, clear_leftovers, lock, read_json, write_js
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LABELLING = 4
+LABELLING = 5
 """Raised when the same data would get other tokens or labels than an earlier version gave them."""
 PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
@@ -146,6 +146,12 @@ def documents(
         sets = held_out(sets, data.held_out, seed, split == "eval")
         weights = [] if split == "eval" else weights
     lengths = [len(documents) for documents in sets]
+    if weights and 0 in lengths:
+        raise DataError(
+            f"{sources[lengths.index(0)].path}: data.eval: {data.held_out} holds all of it out, and it has a share of "
+            "data.train",
+            "give it more rows, hold less out, or take it out of the mixture",
+        )
     if weights:
         taken = mixture(lengths, weights, seed)
         sets = [documents.select(indices) for documents, indices in zip(sets, taken, strict=True)]

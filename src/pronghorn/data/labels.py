@@ -202,13 +202,25 @@ class Labeller:
         <think> at the beginning of the text."""
         if not any(message.reasoning or THINK.match(message.content) for message in row.messages):
             return row
-        messages = tuple(_apart(m) if self._has_field else _joined(m) for m in row.messages)
+        messages = tuple(_apart(m) if self._has_field("tool_calls" in m.extra) else _joined(m) for m in row.messages)
         return replace(row, messages=messages)
 
+    def _has_field(self, calls: bool) -> bool:
+        """Tell whether the chat template renders the reasoning of a turn, one with `calls` or one of text alone."""
+        return self._text_has_field or (calls and self._calls_have_field)  # Gemma 4's first templates: of calls alone
+
     @cached_property
-    def _has_field(self) -> bool:
-        """Tell whether the chat template renders `reasoning_content` (or gpt-oss's `thinking`)."""
-        said = Message("assistant", "b", {"reasoning_content": "pronghorn"})
+    def _text_has_field(self) -> bool:
+        return self._renders_reasoning({})
+
+    @cached_property
+    def _calls_have_field(self) -> bool:
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        return self._renders_reasoning({"tool_calls": [call]})
+
+    def _renders_reasoning(self, extra: dict[str, Any]) -> bool:
+        """Tell whether the chat template renders `reasoning_content` (or gpt-oss's `thinking`) beside `extra`."""
+        said = Message("assistant", "" if extra else "b", {"reasoning_content": "pronghorn", **extra})
         try:
             return "pronghorn" in render([Message("user", "a"), said], (), self._tokenizer, "a probe", answer=False)
         except DataError:
@@ -313,8 +325,8 @@ class Edges:
 def token_ranges(
     rendered: Rendered, ids: list[int], edges: Edges, control: frozenset[int], eos: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return the token ranges [first, end) of the turns, end-of-turn tokens included; bare text has none yet, unless it
-    ends with its own `eos`."""
+    """Return the token ranges [first, end) of the turns, end-of-turn tokens included, `eos` right behind one, too; bare
+    text has none yet, unless it ends with its own `eos`."""
     text, source, ranges = rendered.text, rendered.source, []
     at, count = 0, len(ids)
 
@@ -344,6 +356,8 @@ def token_ranges(
                     "use a chat template that ends the assistant's turns with a special token of the tokenizer",
                 )
             at += 1
+            if at < count and ids[at] == eos != ids[at - 1]:  # Command R7B ends its response, and then the turn
+                at += 1
         ranges.append((first, at))
     return ranges
 

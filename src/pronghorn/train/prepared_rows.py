@@ -10,7 +10,7 @@ import pyarrow.compute
 import trl.chat_template_utils
 from datasets import Dataset, IterableDataset
 
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, DataError
 
 _TURNS = ("prompt", "completion", "chosen", "rejected", "messages")
 """Columns of which TRL asks whichever comes first in a set, another in each process, whether rows are conversations."""
@@ -53,6 +53,18 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
 
 def _formatted(row: dict[str, Any], function: Callable[[Any], str], to: str) -> dict[str, str]:
     return {to: function(row)}
+
+
+def check_unpacked(name: str, row: dict[str, Any], packing: bool) -> None:
+    """Refuse packed rows that would be taken for documents; those with our `lengths` are trained as they are unless
+    they are to be packed again."""
+    packed = ("seq_lengths", "lengths") if packing else ("seq_lengths",)
+    column = next((column for column in packed if "input_ids" in row and isinstance(row.get(column), list)), None)
+    if column is not None:
+        raise DataError(
+            f"{name} is packed already (it has {column}): the documents of a row would see each other",
+            "give the documents as they were before they were packed: the trainer packs them",
+        )
 
 
 def check_assistant_only(row: dict[str, Any], formats: bool, tokenizer: Any, args: Any) -> None:

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.unsloth_names import refuse_arguments
 
 Trainer = TypeVar("Trainer")
 Ids = tuple[int, ...]
 
 
-def train_on_responses_only(trainer: Trainer, instruction_part: str, response_part: str) -> Trainer:
+def train_on_responses_only(trainer: Trainer, instruction_part: str, response_part: str, **unsupported: Any) -> Trainer:
     """Train only what follows a `response_part` up to the next `instruction_part` (or the document's end).
 
     Args:
@@ -32,8 +33,11 @@ def train_on_responses_only(trainer: Trainer, instruction_part: str, response_pa
     Raises:
         ConfigError: an empty part, or two that are the same.
         DataError: no document holds the response part, or the data set has no `input_ids`.
-        UnsupportedError: a streamed data set; rows that TRL wrapped without keeping where documents begin.
+        UnsupportedError: a streamed data set; rows that TRL wrapped without keeping where documents begin; another
+            argument than Unsloth's `force_match`, `tokenizer` and `num_proc`, which decide nothing here.
     """
+    asked = {name: value for name, value in unsupported.items() if name not in ("force_match", "tokenizer", "num_proc")}
+    refuse_arguments(asked, "train_on_responses_only", ("instruction_part", "response_part"))
     owner: Any = trainer
     if not hasattr(owner, "processing_class"):
         raise ConfigError(f"train_on_responses_only got a {type(trainer).__name__}", "give the SFTTrainer")

@@ -24,6 +24,7 @@ from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
 from pronghorn.train import prepared_rows
+from pronghorn.train.check_turns import check_parts, check_turns
 
 _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
@@ -75,6 +76,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                     f"{name} has a column labels, which TRL takes for the labels of tokens, and no input_ids",
                     'dataset.remove_columns("labels")',
                 )
+            prepared_rows.check_unpacked(name, row, packing)
             formats, text = kwargs.get("formatting_func"), args.dataset_text_field
             plain = isinstance(row.get(text), str) and "completion" not in row
             if text in ("prompt", "messages") and (plain or formats is not None):
@@ -90,6 +92,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                 tokenizer = None if args.chat_template_path else kwargs.get("processing_class")
                 _check_columns(name, row, args.dataset_text_field, tokenizer)
                 _check_labels(name, dataset, row)
+                check_parts(name, row, tokenizer)
                 _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
 
 
@@ -142,6 +145,8 @@ def _check_nulls(name: str, dataset: Dataset, columns: set[str]) -> None:
                 f"{name} row {values.index(None) + 1}: {column} is null",
                 f"dataset.filter(lambda row: row[{column!r}] is not None)",
             )
+        if isinstance(value, list):
+            check_turns(name, dataset, column)
 
 
 def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) -> None:

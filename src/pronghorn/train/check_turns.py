@@ -1,0 +1,57 @@
+"""Messages of a script's data set that TRL would train as something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+from datasets import Dataset
+
+from pronghorn.data.messages import REASONING
+from pronghorn.errors import DataError
+
+
+def check_turns(name: str, dataset: Dataset, column: str) -> None:
+    """Refuse rows without messages, and messages without content, which most templates write as None.
+
+    Args:
+        column: one that holds lists of messages.
+    """
+    rows = dataset.data.column(column)
+    kind = rows.type.value_type if pyarrow.types.is_list(rows.type) or pyarrow.types.is_large_list(rows.type) else None
+    if kind is None or not pyarrow.types.is_struct(kind) or kind.get_field_index("content") < 0:
+        return
+    turns = pyarrow.compute.list_flatten(rows)
+    empty = pyarrow.compute.min(pyarrow.compute.list_value_length(rows)).as_py() == 0
+    if not empty and not pyarrow.compute.struct_field(turns, "content").null_count:
+        return
+    for number, messages in enumerate(dataset[column], 1):
+        wrong = "is empty" if not messages else None
+        for index, message in enumerate(messages or (), 1):
+            said = ("content", "tool_calls", "function_call", *REASONING)
+            if message is None or all(message.get(key) is None for key in said):
+                wrong = f"has no content in message {index}"
+        if wrong is not None:
+            raise DataError(
+                f"{name} row {number}: {column} {wrong}", "fill it in, or leave such rows out by dataset.filter"
+            )
+
+
+def check_parts(name: str, row: dict[str, Any], tokenizer: Any) -> None:
+    """Refuse contents that are lists of parts, where the chat template leaves their text out or writes the list."""
+    turns = [turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, dict)]
+    if not any(isinstance(turn.get("content"), list) for turn in turns) or not getattr(tokenizer, "chat_template", ""):
+        return
+    try:
+        parts = [{"type": "text", "text": "pronghorn"}]
+        written = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    except Exception:  # a template is a program; TRL meets the same error at the first row
+        return
+    lists = any(mark in written for mark in ("'type'", '"type"'))
+    if lists or "pronghorn" not in written:
+        raise DataError(
+            f"{name}: contents are lists of parts, and the chat template "
+            + ("writes such a list as it is" if lists else "leaves their text out"),
+            'join the texts by dataset.map: "".join(part["text"] for part in message["content"])',
+        )
