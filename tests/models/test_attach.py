@@ -508,17 +508,19 @@ def test_a_loss_function_of_one_s_own_is_called() -> None:
     assert {line.part: line.path for line in handle.report}["loss"] == "the model's own loss_function, of all logits"
 
 
-@pytest.mark.parametrize("family", ["llama", "glm4"])
-def test_labels_that_were_shifted_before_are_taken(family: str) -> None:
-    """transformers' loss takes them in the place of the labels."""
+@pytest.mark.parametrize("option", ["shift_labels", "ignore_index"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_options_of_transformers_loss_are_heeded(family: str, packed: bool, option: str) -> None:
     model = tiny_model(family) if family in FAMILIES else generic_model(family)
-    batch = packed_row([20], 20)
-    ids = batch["input_ids"]
-    given = {"labels": ids, "shift_labels": ids.roll(3)}
-    expected = model(input_ids=ids, **given).loss
+    row = packed_row([ROW], ROW)
+    given = {"input_ids": row["input_ids"], "labels": row["labels"]}
+    given[option] = row["labels"].roll(-2) if option == "shift_labels" else row["labels"][0, -1].item()
+    given["labels"] = row["labels"].clamp(min=0)
+    right, other = model(**given).loss, model(input_ids=row["input_ids"], labels=given["labels"]).loss
     attach(model)
-    torch.testing.assert_close(model(input_ids=ids, **given).loss, expected)
-    torch.testing.assert_close(model(**batch | given).loss, expected)
+    given |= {name: row[name] for name in ("packed", "position_ids") if packed}
+    assert right.item() == pytest.approx(model(**given).loss.item(), rel=1e-5) != other.item()
 
 
 def test_a_handle_stays_the_model_s_when_it_plans_anew() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +24,8 @@ from pronghorn.models.metadata import LOSS_ROWS_ONLY, MIXES, mixing_adapter
 
 PACKS = "_pronghorn_packs"
 """The attribute of the forwards made here and in `models.generic`; wrappers copy it or lead to it."""
+_LOSS_OPTIONS = ("shift_labels", "ignore_index")
+"""Keywords of transformers' cross-entropy which the losses computed here don't have."""
 
 
 class _NewModel:
@@ -98,11 +101,13 @@ class PackedCausalLM:
         return result.to_tuple() if return_dict is False else result
 
 
-def has_own_loss(model: Any) -> bool:
-    """Tell whether somebody gave a causal LM another `loss_function` than transformers' cross-entropy."""
+def has_own_loss(model: Any, keywords: Mapping[str, Any] | None = None) -> bool:
+    """Tell whether a causal LM is to compute its loss itself: somebody gave it another `loss_function` than
+    transformers' cross-entropy, or the forward's keywords are options of that one."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    return model.loss_function is not ForCausalLMLoss
+    asked = keywords is not None and any(keywords.get(name) is not None for name in _LOSS_OPTIONS)
+    return asked or model.loss_function is not ForCausalLMLoss
 
 
 def check_forward(model: Any) -> None:
@@ -143,7 +148,7 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
         # Triton launches on the current device, which need not be the model's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             supervised = packed is not None and packed.loss_rows is not None and labels is not None
-            if supervised and not has_own_loss(self) and kwargs.get("shift_labels") is None:
+            if supervised and not has_own_loss(self, kwargs):
                 return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
             kwargs |= {name: value for name, value in given.items() if value is not None}
             settle_balance(self.config, kwargs)

@@ -162,8 +162,7 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
             kwargs = packing.arguments(packed, {**kwargs, "use_cache": False})
             rows = packed.loss_rows if labels is not None and "logits_to_keep" in names else None
         balanced = settle_balance(self.config, kwargs)
-        shifted = kwargs.get("shift_labels") is not None  # which transformers' loss takes in the labels' place
-        own = labels is not None and (has_own_loss(self) or balanced or shifted)
+        own = labels is not None and (has_own_loss(self, kwargs) or balanced)
         if own:
             kwargs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
         elif rows is not None:
