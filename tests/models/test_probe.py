@@ -89,6 +89,32 @@ def test_the_loss_comes_first_as_transformers_gives_it(model_type: str) -> None:
     assert model(**batch(LENGTHS), return_dict=False) == (loss,) and model(**batch(LENGTHS))[0] == loss
 
 
+def test_the_first_packed_batch_may_come_in_inference_mode() -> None:
+    model = generic_model("starcoder2")
+    pronghorn.attach(model)
+    with torch.inference_mode():
+        evaluated = model(**batch(LENGTHS)).loss
+    trained = model(**batch(LENGTHS)).loss
+    trained.backward()
+    assert trained.item() == pytest.approx(evaluated.item(), rel=1e-5)
+
+
+def test_padded_batches_after_a_packed_one_keep_attention_s_dropout() -> None:
+    model = generic_model("gemma2", attention_dropout=0.5)
+    ids = torch.arange(3, 43).reshape(2, 20)
+
+    def logits() -> torch.Tensor:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            out: torch.Tensor = model(input_ids=ids).logits
+        return out
+
+    right = logits()
+    pronghorn.attach(model)
+    model(**batch(LENGTHS))
+    torch.testing.assert_close(logits(), right, rtol=1e-4, atol=1e-5)
+
+
 def test_the_probe_changes_neither_weights_nor_gradients_nor_random_state() -> None:
     model = add_lora(generic_model("gpt_neox"), r=4, lora_dropout=0.1)
     pronghorn.attach(model)

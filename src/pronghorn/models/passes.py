@@ -51,7 +51,7 @@ def undisturbed(base: Any) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in base.buffers()]
     devices = [base.device] if base.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         with torch.no_grad():
