@@ -13,7 +13,7 @@ from pronghorn.data.labels import label_rows
 from pronghorn.data.rows import Conversation, Message
 from pronghorn.data.template import BUILT_IN
 from pronghorn.errors import DataError
-from support.chats import WHERE, trained, written
+from support.chats import WHERE, byte_level, one, trained, written
 from support.templates import with_template
 
 ORIGINALS = {"llama-3.1": "llama3_1", "qwen-2.5": "qwen2_5", "qwen-3": "qwen3", "gpt-oss": "gptoss"}
@@ -166,3 +166,40 @@ def test_a_template_without_tools_refuses_them(shared: Path) -> None:
         tokenizer = with_template(name, shared / "models" / "stories260k")
         with pytest.raises(DataError, match="this template renders no tools"):
             label_rows([Conversation(CHATS["plain"], TOOLS, **WHERE)], tokenizer)
+
+
+OPENING = {
+    "qwen3_5_think": "Hm.\n</think>\n\nb",
+    "qwen3_5_nothink": "<think>\nHm.\n</think>\n\nb",
+    "qwen3_6": "Hm.\n</think>\n\nb",
+    "nemotron_3_nano": "Hm.\n</think>\nb",
+    "deepseek_r1_distill": None,
+}
+"""Templates whose generation prompt opens reasoning, or leaves it empty, with what a turn with reasoning trains; None
+for one that renders no reasoning."""
+
+
+@pytest.mark.parametrize("name", OPENING)
+def test_turns_without_reasoning_after_a_prompt_that_opens_it(name: str) -> None:
+    """The last turn has an empty block, whose newlines are one token where the prompt ends with one of them; earlier
+    turns have none, or one, too. Text and calls alone are trained."""
+    original = (files("trl") / "chat_templates" / f"{name}.jinja").read_text()
+    tokenizer = byte_level(original, ("ĊĊ",))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    if name.startswith("deepseek"):
+        tokenizer.add_special_tokens({"eos_token": "<｜end▁of▁sentence｜>"})
+    end, reasoned = tokenizer.eos_token, OPENING[name]
+    assert trained(one(Conversation(CHATS["plain"], **WHERE), tokenizer), tokenizer) == [f"b{end}", f"d{end}"]
+    assert trained(one(Conversation(CHATS["plain"][:2], **WHERE), tokenizer), tokenizer) == [f"b{end}"]
+    asked = Message("user", "a")
+    if reasoned is None:
+        return
+    thought = (asked, Message("assistant", "b", thinking("Hm.")))
+    assert trained(one(Conversation(thought, **WHERE), tokenizer), tokenizer) == [f"{reasoned}{end}"]
+    both = label_rows([Conversation((*thought, *CHATS["plain"][2:]), **WHERE)], tokenizer).documents
+    assert [turn for document in both for turn in trained(document, tokenizer)] == [f"{reasoned}{end}", f"d{end}"]
+    calls = (asked, Message("assistant", "", call("time", at="now")), Message("tool", "noon"))
+    for chat in (calls[:2], (*calls, Message("assistant", "Noon."))):
+        first, *others = trained(one(Conversation(chat, TOOLS, **WHERE), tokenizer), tokenizer)
+        assert first.startswith("<tool_call>") and first.split("</tool_call>")[1].strip() == end
+        assert others == [f"Noon.{end}"] * (len(chat) == 4)

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 LEADS = ("", " ", "<think>\n\n</think>\n\n", "<|channel|>final<|message|>")
 """What a template may write between its generation prompt and the assistant's text, for the model to generate: nothing
 (ChatML, Llama 3, Gemma), a space (Llama 2, Mistral), an empty reasoning block (Qwen3, last turn), gpt-oss's channel."""
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+"""What a generation prompt may end with: reasoning that it opens (Qwen3.5, DeepSeek R1) or leaves empty."""
+_EMPTY = ("<think>\n\n</think>\n\n", "<think></think>\n", "<think></think>", "")
+"""What a template may write in its place before a turn without reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +222,15 @@ def turns(
             )
         try:
             prompt = render(row.messages[:index], row.tools, tokenizer, row.source, answer=True)
-            if not text.startswith(prompt):
+            begin = _begin(message, prompt, text)
+            if begin is None:
                 raise Rewritten(
                     f"{at}: the chat template renders the conversation before this turn "
                     "otherwise than the same messages within the whole conversation",
                     "set data.chat_template to one that renders a beginning the same whatever follows, or split the "
                     "row so that each ends with the assistant turn to train (data.loss_on: last)",
                 )
-            start = len(prompt)
+            start = begin
             if calls or message.reasoning:
                 end = said = _end_of_turn(row, index, start, text, tokenizer)
             else:
@@ -243,6 +248,23 @@ def turns(
         except Rewritten as error:
             rewritten[index] = error
     return ranges, rewritten
+
+
+def _begin(message: Message, prompt: str, text: str) -> int | None:
+    """Return where in `text` the model begins to write a turn, after this generation prompt; None if that isn't there.
+
+    Of a prompt that opens reasoning, a turn without any has the empty block at most, and begins behind it: so the
+    prompt ends where thinking is switched off.
+    """
+    opened = _OPENED.search(prompt)
+    if opened is None or (message.reasoning and text.startswith(prompt)):
+        return len(prompt) if text.startswith(prompt) else None
+    start = opened.start()
+    if text[:start] != prompt[:start]:
+        return None
+    if message.reasoning:
+        return start if text.startswith("<think>", start) else None
+    return start + next(len(block) for block in _EMPTY if text.startswith(block, start))
 
 
 def _end_of_turn(row: Conversation, index: int, start: int, text: str, tokenizer: "PreTrainedTokenizerBase") -> int:
