@@ -8,7 +8,7 @@
 #   TORCH=…    what pip installs as torch, with any options, e.g. TORCH="torch==2.13.0 --index-url URL" for the URL that
 #              torch's own install page gives for a CPU-only or another CUDA build (default: the index's own build)
 #   VENV=      (empty) use PYTHON as it is and install nothing: for a GPU machine that has torch already
-#   PYTHON=…   the interpreter to use (3.11 to 3.13)
+#   PYTHON=…   the interpreter to use (3.11 to 3.14)
 #   SHARED=…   folder with the tests' data and models       SMOLLM2=…   SmolLM2-135M-Instruct as a folder (make gpu)
 
 PYTHON ?= python3

@@ -239,7 +239,9 @@ def test_a_long_value_is_shown_short(folder: Path) -> None:
 def test_a_recipe_that_is_a_folder(folder: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder: give the path of a YAML file"):
         Recipe.load(folder)
-    with pytest.raises(ConfigError, match=r"can't be read \(File name too long\)"):
+    with pytest.raises(
+        ConfigError, match=r"can't be read \(File name too long\)|does not exist"
+    ):  # Python 3.14 says so
         Recipe.load(folder / ("a" * 300))
 
 

@@ -33,7 +33,7 @@ from pronghorn.recipe_sections import (
     Train,
 )
 from pronghorn.recipe_yaml import LARGEST_FILE, override_key, parse
-from pronghorn.text import short
+from pronghorn.text import clip, short
 
 __all__ = [
     "DATA_FILES",
@@ -129,7 +129,7 @@ def _read(path: Path) -> str:
         if not path.is_file():
             is_change = "=" in path.name and "." in path.name.partition("=")[0]
             first = f"the recipe's path comes first, then {path}" if is_change else remedy
-            raise ConfigError(f"recipe {path} does not exist", first)
+            raise ConfigError(f"recipe {clip(str(path), 300)} does not exist", first)
         with path.open(encoding="utf-8") as file:
             return file.read(LARGEST_FILE + 1)
     except OSError as error:

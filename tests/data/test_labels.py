@@ -164,7 +164,7 @@ def test_bad_templates_are_refused(tmp_path: Path) -> None:
             "llama",
             f"'llama' is no built-in template, and no .jinja file: set it to {', '.join(BUILT_IN)} or the path",
         ),
-        ("no.jinja", "no.jinja does not exist"),
+        ("no.jinja", "'no.jinja' does not exist"),
         (str(tmp_path / "empty.jinja"), "is empty"),
         (str(tmp_path / "latin.jinja"), "is not UTF-8"),
     ):

@@ -190,7 +190,7 @@ DISKS = [
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize(("method", "launched", "rank", "what"), reversed(DISKS), ids=str)
+@pytest.mark.parametrize(("method", "launched", "rank", "what"), DISKS[::-1], ids=str)
 def test_a_full_disk(recipe: Make, whole: Any, method: str, launched: dict[str, str], rank: int, what: str) -> None:
     """Of the first process, whose reads of shared layers all others serve, or of another."""
     name = f"{method}-{launched['strategy']}-full-disk-of-{rank}"
@@ -202,7 +202,7 @@ def test_a_full_disk(recipe: Make, whole: Any, method: str, launched: dict[str, 
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize(("method", "launched", "rank", "what"), reversed(DISKS), ids=str)
+@pytest.mark.parametrize(("method", "launched", "rank", "what"), DISKS[::-1], ids=str)
 def test_killed_while_it_saves(
     recipe: Make, whole: Any, method: str, launched: dict[str, str], rank: int, what: str
 ) -> None:

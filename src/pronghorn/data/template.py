@@ -123,7 +123,9 @@ def find_template(choice: str | None) -> Template | None:
         raise ConfigError(f"data.chat_template {short(choice)} is no built-in template, and no .jinja file", remedy)
     try:
         if not path.is_file():
-            raise ConfigError(f"data.chat_template: {path} does not exist", "mend the path of the .jinja file")
+            raise ConfigError(
+                f"data.chat_template: {short(str(path))} does not exist", "mend the path of the .jinja file"
+            )
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
