@@ -632,6 +632,19 @@ def test_packed_position_ids_isolate_rows_too() -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_capped_scores_keep_their_dropout_in_padded_batches() -> None:
+    """After a packed batch, as before it."""
+    model = generic_model("gemma2", attention_dropout=0.5, attn_implementation="eager")
+    ids, mask = torch.arange(3, 33).reshape(2, 15), torch.ones(2, 15, dtype=torch.int64)
+    mask[0, :6] = 0
+    torch.manual_seed(1)
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    attach(model)
+    model.eval()(**packed_row(LENGTHS, ROW))
+    torch.manual_seed(1)
+    torch.testing.assert_close(model.train()(input_ids=ids, attention_mask=mask).logits[mask > 0], expected[mask > 0])
+
+
 @pytest.mark.parametrize(
     "position_ids",
     [[[0, 1, 2, 0, 1], [5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2], [3, 4, 0, 1, 2]], [[4, 5, 0, 1, 2], [0, 1, 0, 1, 2]]],

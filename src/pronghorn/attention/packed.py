@@ -77,7 +77,7 @@ def packed_attention(
     if packed is None and (s_aux is not None or softcap is not None):
         if attention_mask is None and query.shape[2] > 1:  # further keys are a static cache's empty ones, as for SDPA
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        out = sink_attention(query, key, value, attention_mask, scale, s_aux, 0.0, softcap)
+        out = sink_attention(query, key, value, attention_mask, scale, s_aux, dropout, softcap)
         return out.transpose(1, 2).contiguous(), None
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
