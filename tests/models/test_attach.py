@@ -632,6 +632,19 @@ def test_packed_position_ids_isolate_rows_too() -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "glm4"])
+def test_packed_positions_that_all_rows_share(family: str) -> None:
+    model = (tiny_model(family) if family in FAMILIES else generic_model(family)).eval()
+    ids = torch.arange(24).reshape(3, 8) * 7 % VOCAB
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    with torch.no_grad():
+        expected = torch.cat([model(ids[:, :3]).logits, model(ids[:, 3:]).logits], 1)
+        for layers in ("stock",) if family == "glm4" else ("stock", "fused"):
+            attach(model, layers=layers)
+            logits = model(input_ids=ids, position_ids=position_ids).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_capped_scores_keep_their_dropout_in_padded_batches() -> None:
     """After a packed batch, as before it."""
     model = generic_model("gemma2", attention_dropout=0.5, attn_implementation="eager")

@@ -39,7 +39,7 @@ def share_metadata(
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
     if packed is None:
-        packed = stock_batch(kwargs)
+        packed = stock_batch(kwargs, tokens.shape[0])
     _compute_all_rows(kwargs, packed)
     if packed is None:
         return None
@@ -124,10 +124,11 @@ def cache_of(kwargs: dict[str, Any]) -> str | None:
     return next((name for name in CACHES if kwargs.get(name) is not None), None)
 
 
-def stock_batch(kwargs: dict[str, Any]) -> PackedBatch | None:
-    """Return the metadata of a batch from stock collators, or None if the batch isn't packed.
+def stock_batch(kwargs: dict[str, Any], rows: int = 1) -> PackedBatch | None:
+    """Return the metadata of a batch of so many rows from stock collators, or None if the batch isn't packed.
 
-    Costs one synchronisation on CUDA (the bounds become host integers).
+    Costs one synchronisation on CUDA (the bounds become host integers). Positions given once for all rows are written
+    out in `kwargs`.
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     mask = kwargs.get("attention_mask")
@@ -148,6 +149,8 @@ def stock_batch(kwargs: dict[str, Any]) -> PackedBatch | None:
                 "leave attention_mask out of packed batches",
             )
         return None
+    if cu_seqlens is None and len(position_ids) == 1:
+        position_ids = kwargs["position_ids"] = position_ids.expand(rows, -1)
     flat = position_ids.flatten()
     if cu_seqlens is None:
         starts = (flat == 0).nonzero().flatten().tolist()
