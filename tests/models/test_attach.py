@@ -645,6 +645,14 @@ def test_packed_positions_that_all_rows_share(family: str) -> None:
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_attention_s_weights_that_are_not_there_are_warned_of() -> None:
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    attach(model)
+    for asked in (batch, {"input_ids": batch["input_ids"]}):
+        with pytest.warns(UserWarning, match="an attached model's attention has no weights to give"):
+            assert model(**asked, output_attentions=True).attentions in ((), None)
+
+
 def test_capped_scores_keep_their_dropout_in_padded_batches() -> None:
     """After a packed batch, as before it."""
     model = generic_model("gemma2", attention_dropout=0.5, attn_implementation="eager")

@@ -3,6 +3,7 @@ TRL's `cu_seq_lens_*` or from `position_ids`."""
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +41,7 @@ def share_metadata(
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
     if packed is None:
         packed = stock_batch(kwargs, tokens.shape[0])
+    warn_of_attentions(backbone.config, kwargs)
     _compute_all_rows(kwargs, packed)
     if packed is None:
         return None
@@ -122,6 +124,14 @@ def _check_rope(config: Any, packed: PackedBatch) -> None:
 def cache_of(kwargs: dict[str, Any]) -> str | None:
     """Return the name by which a forward is given a cache of keys and values, or None if it isn't."""
     return next((name for name in CACHES if kwargs.get(name) is not None), None)
+
+
+def warn_of_attentions(config: Any, kwargs: dict[str, Any]) -> None:
+    """Warn of `output_attentions` where Pronghorn's attention runs: the tuple will be empty."""
+    asked = kwargs.get("output_attentions", getattr(config, "output_attentions", False))
+    if asked and str(config._attn_implementation).startswith(NAME_PREFIX):
+        told = "output_attentions: an attached model's attention has no weights to give, `attentions` stays empty; "
+        warnings.warn(told + "detach the model and set its attention to eager to see them", stacklevel=2)
 
 
 def stock_batch(kwargs: dict[str, Any], rows: int = 1) -> PackedBatch | None:
