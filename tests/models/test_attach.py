@@ -634,6 +634,40 @@ def test_packed_position_ids_isolate_rows_too() -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "glm4"])
+def test_packed_positions_that_all_rows_share(family: str) -> None:
+    model = (tiny_model(family) if family in FAMILIES else generic_model(family)).eval()
+    ids = torch.arange(24).reshape(3, 8) * 7 % VOCAB
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    with torch.no_grad():
+        expected = torch.cat([model(ids[:, :3]).logits, model(ids[:, 3:]).logits], 1)
+        for layers in ("stock",) if family == "glm4" else ("stock", "fused"):
+            attach(model, layers=layers)
+            logits = model(input_ids=ids, position_ids=position_ids).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_s_weights_that_are_not_there_are_warned_of() -> None:
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    attach(model)
+    for asked in (batch, {"input_ids": batch["input_ids"]}):
+        with pytest.warns(UserWarning, match="an attached model's attention has no weights to give"):
+            assert model(**asked, output_attentions=True).attentions in ((), None)
+
+
+def test_capped_scores_keep_their_dropout_in_padded_batches() -> None:
+    """After a packed batch, as before it."""
+    model = generic_model("gemma2", attention_dropout=0.5, attn_implementation="eager")
+    ids, mask = torch.arange(3, 33).reshape(2, 15), torch.ones(2, 15, dtype=torch.int64)
+    mask[0, :6] = 0
+    torch.manual_seed(1)
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    attach(model)
+    model.eval()(**packed_row(LENGTHS, ROW))
+    torch.manual_seed(1)
+    torch.testing.assert_close(model.train()(input_ids=ids, attention_mask=mask).logits[mask > 0], expected[mask > 0])
+
+
 @pytest.mark.parametrize(
     "position_ids",
     [[[0, 1, 2, 0, 1], [5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2], [3, 4, 0, 1, 2]], [[4, 5, 0, 1, 2], [0, 1, 0, 1, 2]]],

@@ -668,7 +668,7 @@ def asked_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     )
     backbone.__dict__["_pronghorn_graphs"] = graphs
     found = metadata.stock_batch
-    monkeypatch.setattr(metadata, "stock_batch", lambda kwargs: on_cuda(found(kwargs)))
+    monkeypatch.setattr(metadata, "stock_batch", lambda *given: on_cuda(found(*given)))
     return asked
 
 

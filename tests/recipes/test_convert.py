@@ -141,6 +141,34 @@ def test_defaults_there_that_differ_are_written(place: Path) -> None:
     assert recipe["model"]["max_seq_length"] == 2048 and recipe["data"]["loss_on"] == "last"
 
 
+ONCE = {"warmup_steps": 0, "warmup_ratio": None, "load_best": None}
+
+
+@pytest.mark.parametrize(
+    ("tool", "more", "values"),
+    [
+        ("axolotl", "", {"warmup_steps": None, "warmup_ratio": 0.03, "load_best": None}),
+        ("axolotl", "max_steps: 1000", {"warmup_steps": 30, "warmup_ratio": None}),
+        ("axolotl", "max_steps: 90000", {"warmup_steps": 100}),
+        ("axolotl", "warmup_ratio: 0.2", {"warmup_steps": None, "warmup_ratio": 0.2}),
+        ("axolotl", "eval_steps: 10", {"load_best": False}),
+        ("axolotl", "eval_steps: 10\nsave_steps: 20", {"load_best": None}),
+        ("axolotl", "eval_steps: 10\nsave_steps: 20\nload_best_model_at_end: false", {"load_best": False}),
+        ("factory", "", ONCE),
+        ("factory", "max_steps: 1000\neval_steps: 10", {**ONCE, "load_best": False}),
+        ("factory", "eval_steps: 10\nload_best_model_at_end: true", {"load_best": True}),
+        ("factory", "warmup_steps: 7", {"warmup_steps": 7}),
+    ],
+)
+def test_the_warm_up_and_the_result_are_as_by_default_there(
+    tool: str, more: str, values: dict[str, Any], place: Path
+) -> None:
+    theirs = {"axolotl": f"{HEAD}{ALPACA}val_set_size: 0.1", "factory": f"{FACTORY}dataset: identity\nval_size: 0.1"}
+    result, recipe, _ = convert(f"{theirs[tool]}\n{more}\n", place)
+    assert recipe is not None and "0 keys have no equivalent" in result.output
+    assert {key: recipe["train"].get(key) for key in values} == values
+
+
 def test_the_wording_of_a_format_of_one_s_own_is_told_as_lost(place: Path) -> None:
     own = """{field_instruction: question, field_output: answer, system_prompt: Be brief, system_format: "",
         format: "Q: {instruction} A:", no_input_format: "Q: {instruction} A:"}"""
@@ -185,6 +213,18 @@ ALPACA = "datasets: [{path: a/c, type: alpaca}]\n"
             {"train": [{"path": "a.json", "format": "alpaca"}, {"path": "b.json", "format": "alpaca"}]},
         ),
         (f"{HEAD}{ALPACA}excess_length_strategy: truncate\n", "data", {"overflow": "truncate"}),
+        (
+            f"{HEAD}datasets: [{{path: a/c, type: completion}}]\nexcess_length_strategy: drop\n",
+            "data",
+            {"overflow": "split"},
+        ),
+        (f"{HEAD}{ALPACA}val_set_size: 0.0\nmax_steps: -1\n", "data", {"eval": None}),
+        (
+            f"{FACTORY}dataset: talks\n",
+            "data",
+            {"train": [{"path": "data/talks.jsonl", "format": "messages", "columns": {"messages": "talk"}}]},
+        ),
+        (f"{FACTORY}dataset: identity\nval_size: 0\nmax_steps: -1\n", "train", {"max_steps": None}),
         (f"{HEAD}{ALPACA}train_on_inputs: true\n", "data", {"loss_on": "all"}),
         (f"{HEAD}{ALPACA}peft_init_lora_weights: olora\n", "adapter", {"init_lora_weights": "olora"}),
         (
@@ -239,6 +279,20 @@ def test_a_key_is_taken_over(text: str, section: str, values: dict[str, Any], pl
 def test_what_a_data_set_asks_for_in_vain_is_told(line: str, says: str, place: Path) -> None:
     result, _, _ = convert(f"{HEAD}datasets: [{line}]\n", place)
     assert says in result.output and "1 keys have no" in result.output
+
+
+def test_texts_beside_conversations_are_told(place: Path) -> None:
+    """Axolotl cuts these alone into pieces."""
+    sets = "datasets: [{path: a/c, type: completion}, {path: a/d, type: alpaca}]\n"
+    result, recipe, _ = convert(f"{HEAD}{sets}", place)
+    assert recipe is not None and recipe["data"]["overflow"] == "drop"
+    assert "datasets.type: completion: texts over sequence_len are split there" in result.output
+
+
+def test_what_an_entry_of_dataset_info_asks_for_in_vain_is_told(place: Path) -> None:
+    result, _, _ = convert(f"{FACTORY}dataset: seen\n", place)
+    for said in ("seen.tags: speaker and text: call the", "seen.images: 'pictures': no", "seen.folder: 'b': no"):
+        assert f"no equivalent  dataset {said}" in result.output
 
 
 def test_turns_that_are_not_trained_need_no_key(place: Path) -> None:

@@ -418,5 +418,18 @@ DATASET_INFO = {
         "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
     },
     "part": {"hf_hub_url": "a/c", "split": "test", "subset": "main", "num_samples": 100},
+    "talks": {
+        "file_name": "talks.jsonl",
+        "formatting": "openai",
+        "columns": {"messages": "talk"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "seen": {
+        "hf_hub_url": "a/c",
+        "folder": "b",
+        "formatting": "sharegpt",
+        "columns": {"messages": "turns", "images": "pictures"},
+        "tags": {"role_tag": "speaker", "content_tag": "text"},
+    },
     "dpo_en_demo": {"file_name": "dpo.json", "ranking": True, "formatting": "sharegpt"},
 }

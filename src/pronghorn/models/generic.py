@@ -29,7 +29,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.causal_lm import PACKS, PackedCausalLM, has_own_loss
 from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import CHUNK_BYTES
-from pronghorn.models.metadata import check_mixing, mixing_adapter, stock_batch
+from pronghorn.models.metadata import check_mixing, mixing_adapter, stock_batch, warn_of_attentions
 
 if TYPE_CHECKING:
     from pronghorn.models.probe import Isolation
@@ -150,7 +150,8 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
         kwargs |= dict(zip(names, args, strict=False))
         refuse_vision(kwargs)
         if packed is None:
-            packed = stock_batch(kwargs)
+            given_rows = [len(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
+            packed = stock_batch(kwargs, *given_rows[:1])
         packing: GenericPacking = self.__dict__[PACKING]
         rows = None
         if packed is not None:
@@ -161,6 +162,7 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
                 require_isolation(self)
             kwargs = packing.arguments(packed, {**kwargs, "use_cache": False})
             rows = packed.loss_rows if labels is not None and "logits_to_keep" in names else None
+        warn_of_attentions(self.config, kwargs)
         balanced = settle_balance(self.config, kwargs)
         own = labels is not None and (has_own_loss(self, kwargs) or balanced)
         if own:

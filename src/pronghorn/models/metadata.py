@@ -3,6 +3,7 @@ TRL's `cu_seq_lens_*` or from `position_ids`."""
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -39,7 +40,8 @@ def share_metadata(
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
     if packed is None:
-        packed = stock_batch(kwargs)
+        packed = stock_batch(kwargs, tokens.shape[0])
+    warn_of_attentions(backbone.config, kwargs)
     _compute_all_rows(kwargs, packed)
     if packed is None:
         return None
@@ -124,10 +126,19 @@ def cache_of(kwargs: dict[str, Any]) -> str | None:
     return next((name for name in CACHES if kwargs.get(name) is not None), None)
 
 
-def stock_batch(kwargs: dict[str, Any]) -> PackedBatch | None:
-    """Return the metadata of a batch from stock collators, or None if the batch isn't packed.
+def warn_of_attentions(config: Any, kwargs: dict[str, Any]) -> None:
+    """Warn of `output_attentions` where Pronghorn's attention runs: the tuple will be empty."""
+    asked = kwargs.get("output_attentions", getattr(config, "output_attentions", False))
+    if asked and str(config._attn_implementation).startswith(NAME_PREFIX):
+        told = "output_attentions: an attached model's attention has no weights to give, `attentions` stays empty; "
+        warnings.warn(told + "detach the model and set its attention to eager to see them", stacklevel=2)
 
-    Costs one synchronisation on CUDA (the bounds become host integers).
+
+def stock_batch(kwargs: dict[str, Any], rows: int = 1) -> PackedBatch | None:
+    """Return the metadata of a batch of so many rows from stock collators, or None if the batch isn't packed.
+
+    Costs one synchronisation on CUDA (the bounds become host integers). Positions given once for all rows are written
+    out in `kwargs`.
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     mask = kwargs.get("attention_mask")
@@ -148,6 +159,8 @@ def stock_batch(kwargs: dict[str, Any]) -> PackedBatch | None:
                 "leave attention_mask out of packed batches",
             )
         return None
+    if cu_seqlens is None and len(position_ids) == 1:
+        position_ids = kwargs["position_ids"] = position_ids.expand(rows, -1)
     flat = position_ids.flatten()
     if cu_seqlens is None:
         starts = (flat == 0).nonzero().flatten().tolist()

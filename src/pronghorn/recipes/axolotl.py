@@ -98,7 +98,9 @@ def convert(draft: Draft) -> None:
     if "sequence_len" not in draft.given:
         draft.put("model.max_seq_length", 512, "sequence_len's default")
     draft.given.setdefault("output_dir", "./model-out")
+    common.max_steps(draft)
     draft.copy(common.SAME | _SAME)
+    common.load_best(draft, _loads_best(draft.recipe["train"]))
     if resumed := draft.take("lora_model_dir"):
         draft.put("model.name", str(resumed), "lora_model_dir; its base is named in its adapter_config.json")
     common.batch_size(draft, "micro_batch_size", 1, bool(draft.given.get("sample_packing")))
@@ -109,7 +111,7 @@ def convert(draft: Draft) -> None:
     if least := draft.asked("cosine_min_lr_ratio"):
         draft.put("train.lr_scheduler", "cosine_with_min_lr", "cosine_min_lr_ratio")
         draft.put("train.lr_scheduler_kwargs", {"min_lr_rate": least}, "cosine_min_lr_ratio")
-    common.warm_up(draft)
+    common.warm_up(draft, 0.03, 100)
     if draft.given.get("gradient_checkpointing") is False:
         draft.put("memory.gradient_checkpointing", draft.take("gradient_checkpointing"), "gradient_checkpointing")
     common.half_precision(draft)
@@ -126,6 +128,12 @@ def convert(draft: Draft) -> None:
         draft.take("special_tokens")
         draft.needless["special_tokens"] = "packed rows have no padding; the tokenizer's own tokens stay"
     draft.explain(common.LOST | _LOST, common.NEEDLESS | _NEEDLESS)
+
+
+def _loads_best(train: dict[str, Any]) -> bool:
+    """Tell whether Axolotl loads the best checkpoint by default: where each one was evaluated."""
+    saved, evaluated = train.get("save_steps"), train.get("eval_steps")
+    return bool(train.get("patience") or (saved and evaluated and saved % evaluated == 0))
 
 
 def _targets(draft: Draft) -> None:
@@ -145,10 +153,14 @@ def _data(draft: Draft) -> None:
         usual = {"type": "completion"} if key == "pretraining_dataset" else {}
         sets = [{"path": each, **usual} if isinstance(each, str) else each for each in sets]
         if sets:
+            texts = [each.get("type") == "completion" for each in sets]
             draft.put("data.train", _sources(draft, sets, key), key)
-            draft.put("data.overflow", "split" if key == "pretraining_dataset" else "drop", f"as {key} there")
+            draft.put("data.overflow", "split" if all(texts) else "drop", f"as {key} there")
+            if any(texts) and not all(texts):
+                more = "texts over sequence_len are split there; data.overflow holds for all sources"
+                draft.lost[f"{key}.type"] = f"completion: {more}"
     too_long = str(draft.take("excess_length_strategy", ""))
-    if too_long in _TOO_LONG:
+    if too_long in _TOO_LONG and draft.recipe.get("data", {}).get("overflow") != "split":
         draft.put("data.overflow", _TOO_LONG[too_long], "excess_length_strategy")
     if held_out := draft.take("test_datasets"):
         draft.put("data.eval", _sources(draft, held_out, "test_datasets"), "test_datasets")

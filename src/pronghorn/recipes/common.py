@@ -64,17 +64,34 @@ def hold_out(draft: Draft, key: str) -> None:
     """Take over the share or the count of rows that are held out, unless held-out data are named."""
     amount = draft.asked(key)
     if not amount:
-        return
-    if "eval" in draft.recipe.get("data", {}):
+        if draft.take(key) is not None:
+            draft.needless[key] = "nothing is held out by default"
+    elif "eval" in draft.recipe.get("data", {}):
         draft.needless[key] = "held-out data are named"
     else:
         draft.put("data.eval", f"{amount * 100:g}%" if amount < 1 else str(int(amount)), key)
 
 
-def warm_up(draft: Draft) -> None:
-    """Take over `warmup_steps`, or `warmup_ratio` as steps where their number is known."""
+def max_steps(draft: Draft) -> None:
+    """Pass `max_steps` over where it says that epochs count."""
+    if draft.given.get("max_steps") == -1:
+        draft.needless["max_steps"] = "train.epochs counts by default"
+        del draft.given["max_steps"]
+
+
+def warm_up(draft: Draft, usual: float, most: int) -> None:
+    """Take over `warmup_steps`, or `warmup_ratio` as steps where their number is known.
+
+    Without either so large a share is usual there, and so many steps at most; here it is another.
+    """
     steps, ratio = draft.take("warmup_steps"), draft.take("warmup_ratio")
     total = draft.recipe.get("train", {}).get("max_steps")
+    if steps is None and ratio is None:
+        if total is not None or usual == 0:
+            draft.put("train.warmup_steps", min(int(usual * (total or 0)), most), "warmup_steps' default")
+        else:
+            draft.put("train.warmup_ratio", usual, f"warmup_ratio's default; {most} steps at most there")
+        return
     if isinstance(steps, float) and 0 < steps < 1:  # transformers 5 takes a share in the same key
         steps, ratio = None, steps
     if steps is not None:
@@ -83,6 +100,13 @@ def warm_up(draft: Draft) -> None:
         draft.put("train.warmup_steps", round(ratio * total), "warmup_ratio of max_steps")
     elif ratio is not None:
         draft.put("train.warmup_ratio", ratio, "warmup_ratio")
+
+
+def load_best(draft: Draft, usual: bool) -> None:
+    """Write out that the result is the last state, where that is usual there and nothing else was said."""
+    train = draft.recipe.get("train", {})
+    if train.get("eval_steps") and "load_best" not in train and not usual:
+        draft.put("train.load_best", False, "load_best_model_at_end's default")
 
 
 def batch_size(draft: Draft, key: str, default: int, packed: bool) -> None:

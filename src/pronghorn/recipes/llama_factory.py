@@ -28,6 +28,11 @@ _DEFAULTS = {
 }
 """Keys whose default there is another than here: ours, and that default."""
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "qwen": "qwen-2.5", "gemma": "gemma", "mistral": "mistral"}
+_READ = {
+    *("file_name", "file_sha1", "hf_hub_url", "ms_hub_url"),
+    *("formatting", "columns", "tags", "ranking", "split", "subset", "num_samples"),
+}
+"""What an entry of dataset_info.json says that is read, or asks for nothing."""
 _NEEDLESS = {
     "ddp_timeout": "leave it out",
     "do_eval": "data.eval is measured before and after training",
@@ -68,7 +73,9 @@ def convert(draft: Draft) -> None:
     if adapter := draft.take("adapter_name_or_path"):
         draft.take("model_name_or_path")
         draft.put("model.name", str(adapter), "adapter_name_or_path; its base is named in its adapter_config.json")
+    common.max_steps(draft)
     draft.copy(common.SAME | _SAME)
+    common.load_best(draft, False)
     for name, (ours, default) in _DEFAULTS.items():
         set_there = name in draft.given
         draft.put(ours, draft.take(name, default), name if set_there else f"{name}'s default")
@@ -85,7 +92,7 @@ def convert(draft: Draft) -> None:
     _data(draft)
     draft.put("data.overflow", "split" if stage == "pt" else "truncate", "as cutoff_len there")
     common.hold_out(draft, "val_size")
-    common.warm_up(draft)
+    common.warm_up(draft, 0, 0)
     common.half_precision(draft)
     for key, recompute in (("use_unsloth_gc", "offload"), ("disable_gradient_checkpointing", False)):
         if draft.asked(key):
@@ -160,16 +167,23 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
         common.refuse_preferences(f"{name} (ranking: true)")
     path = entry.get("hf_hub_url") or entry.get("ms_hub_url") or str(base / entry.get("file_name", f"{name}.json"))
     columns, tags = dict(entry.get("columns") or {}), entry.get("tags") or {}
-    if entry.get("formatting") == "sharegpt":
+    if entry.get("formatting") in ("sharegpt", "openai"):
         turns = columns.pop("messages", "conversations")
-        form = "messages" if tags.get("role_tag", "from") == "role" else "sharegpt"
+        keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+        form = "messages" if keys[0] == "role" else "sharegpt"
+        usual = ("role", "content") if form == "messages" else ("from", "value")
+        if keys != usual:
+            told = f"{keys[0]} and {keys[1]}: call the turns' keys {usual[0]} and {usual[1]} in the data"
+            draft.lost[f"dataset {name}.tags"] = told
         renamed = {"conversations" if form == "sharegpt" else "messages": turns}
     elif set(columns) == {"prompt"}:
         form, renamed = "text", {"text": columns.pop("prompt")}
     else:
         form, names = "alpaca", {"prompt": "instruction", "query": "input", "response": "output"}
         renamed = {ours: columns.pop(name) for name, ours in names.items() if name in columns}
-    renamed |= {key: value for key, value in columns.items() if key in ("system", "history", "tools")}
+    renamed |= {key: columns.pop(key) for key in ("system", "history", "tools") if key in columns}
+    for key, value in {**columns, **{key: value for key, value in entry.items() if key not in _READ}}.items():
+        draft.lost[f"dataset {name}.{key}"] = f"{value!r:.40}: no equivalent"
     source: dict[str, Any] = {"path": path, "format": form}
     if renamed := {ours: name for ours, name in renamed.items() if ours != name}:
         source["columns"] = renamed
