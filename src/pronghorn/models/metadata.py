@@ -40,7 +40,7 @@ def share_metadata(
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
     if packed is None:
-        packed = stock_batch(kwargs, tokens.shape[0])
+        packed = stock_batch(kwargs, 1 if tokens is None else tokens.shape[0])
     warn_of_attentions(backbone.config, kwargs)
     _compute_all_rows(kwargs, packed)
     if packed is None:
