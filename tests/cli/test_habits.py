@@ -220,6 +220,7 @@ MISTAKES = {
     "GPUs by their numbers": command(
         "train recipe.yaml --gpus 0,1", "--gpus takes a number", "CUDA_VISIBLE_DEVICES=0,1"
     ),
+    "no GPUs to plan for": command("plan recipe.yaml --gpus 0", "--gpus takes a number", "without it it plans for one"),
     "GPUs before the command": command("--gpus 2 train recipe.yaml", "--gpus", "Options follow a command"),
     "a CPU": command("train recipe.yaml --cpu", "--cpu", "CUDA_VISIBLE_DEVICES="),
     "a folder by -o": command("train recipe.yaml -o out", "No such option: -o", "train.output=DIR"),

@@ -120,6 +120,22 @@ def test_a_change_on_an_attached_model_is_noticed(change: str, first: bool) -> N
     assert_same(found[1], found[0])
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_another_window_is_noticed(family: str) -> None:
+    """Whether modules or their configuration hold it."""
+    found = []
+    for layers in ("stock", "fused"):
+        model = tiny_model(family)
+        attach(model, layers=layers)
+        before = loss_and_gradients(model, BATCH)
+        for held in [model.config, *(layer.self_attn for layer in model.model.layers)]:
+            if getattr(held, "sliding_window", None) is not None:
+                held.sliding_window = 2
+        found.append(loss_and_gradients(model, BATCH))
+        assert found[-1][0] != before[0]
+    assert_same(found[1], found[0])
+
+
 def test_layers_that_were_taken_out_are_fused_when_they_are_back() -> None:
     """As `measured_times` does: a build of one layer serves no other ones."""
     model = with_adapters(tiny_model("llama"))

@@ -49,6 +49,12 @@ def test_a_comparison_has_figures_curves_and_the_settings_that_differ(tmp_path: 
     assert "#0101" not in text, "a placeholder of a colour"
 
 
+def test_another_page_for_one_run_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(write(tmp_path / "a")), "--html", str(tmp_path / "page.html")])
+    assert result.exit_code == 1 and "--html with one run" in result.output
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_a_comparison_of_equal_recipes_and_of_too_many(tmp_path: Path) -> None:
     runs = [write(tmp_path / str(number)) for number in range(7)]
     page = write_comparison(runs[:2], tmp_path / "page.html").read_text()

@@ -161,9 +161,9 @@ class Answering(TyperCommand):
             if kind == "UsageError" and "unexpected extra argument" in str(error) and ctx.info_name in _ALONE:
                 ctx.fail(f"{error}; {_ALONE[ctx.info_name]}")
             if kind == _BAD_VALUE and getattr(getattr(error, "param", None), "name", "") == "gpus":
-                ctx.fail(
-                    "--gpus takes a number, at least 1; without it all are used, CUDA_VISIBLE_DEVICES=0,1 chooses some"
-                )
+                usual = "all are used, CUDA_VISIBLE_DEVICES=0,1 chooses some"
+                without = "it plans for one" if self.name == "plan" else usual
+                ctx.fail(f"--gpus takes a number, at least 1; without it {without}")
             raise
 
     def instead(self, option: str, given: Sequence[str]) -> str | None:

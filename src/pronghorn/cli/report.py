@@ -18,8 +18,14 @@ def report(
         list[Path], typer.Argument(metavar="RUN...", help="Output folders of finished runs, or their run.json.")
     ],
     html: Annotated[
-        Path, typer.Option("--html", metavar="PATH", help="Where the comparison of several runs goes.", dir_okay=False)
-    ] = Path("comparison.html"),
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="PATH",
+            help="Where the comparison of several runs goes. Without it: comparison.html.",
+            dir_okay=False,
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write RUN's report.html from its run.json, over an earlier one; of several runs one page that compares them.
@@ -39,8 +45,11 @@ def report(
         if len(runs) > 1:
             from pronghorn.train.compare import write_comparison
 
-            Console().print(f"Comparison: {write_comparison(runs, html)}", markup=False, soft_wrap=True)
+            page = write_comparison(runs, html or Path("comparison.html"))
+            Console().print(f"Comparison: {page}", markup=False, soft_wrap=True)
             return
+        if html is not None:
+            raise ConfigError("--html with one run", "leave it out: the page is report.html in the run's folder")
         from pronghorn.train.report import rewrite_report
 
         Console().print(f"Report: {rewrite_report(runs[0])}", markup=False, soft_wrap=True)

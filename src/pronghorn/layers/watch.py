@@ -47,6 +47,8 @@ class Watch:
         self._roots = [module.__dict__ for module in roots]
         self._hooks = [hooks for module in called for name in HOOKS if (hooks := getattr(module, name)) is not None]
         self._numbers = [(module.__dict__, name) for module in called for name in _NUMBERS if name in module.__dict__]
+        configs = {id(held["config"]): held["config"] for held in self._attributes if "config" in held}
+        self._configs = [config for config in configs.values() if hasattr(config, "sliding_window")]
         self._adapted = [module for module in called if "lora_A" in module._modules]
         parameters = [p for p in chain.from_iterable(self._parameters) if p is not None]
         tensors = [p for p in parameters if not hasattr(p, "device_mesh")]  # a DTensor's own address means nothing
@@ -69,6 +71,7 @@ class Watch:
         found += map(attrgetter("requires_grad"), self._tensors)
         found += map(attrgetter("_version"), self._written)
         found += [held[name] for held, name in self._numbers if name in held]
+        found += [config.sliding_window for config in self._configs]  # where modules have none of their own
         found += map(_ADAPTER, self._adapted)
         found += map(merged_into, self._merged)
         found += chain.from_iterable([each.scaling.values() for each in self._adapted])
