@@ -125,7 +125,7 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "no turn": (
         lambda m: trainer(lora(m), Dataset.from_list([{"messages": []}, {"messages": []}])),
-        "row 1: messages is an empty list",
+        "row 1: messages is empty",
         "filter(",
     ),
     "texts called prompt": (

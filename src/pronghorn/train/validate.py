@@ -76,7 +76,8 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                     f"{name} has a column labels, which TRL takes for the labels of tokens, and no input_ids",
                     'dataset.remove_columns("labels")',
                 )
-            prepared_rows.check_unpacked(name, row, packing)
+            if not isinstance(dataset, PackedRows):
+                prepared_rows.check_unpacked(name, row, packing)
             formats, text = kwargs.get("formatting_func"), args.dataset_text_field
             plain = isinstance(row.get(text), str) and "completion" not in row
             if text in ("prompt", "messages") and (plain or formats is not None):
@@ -134,7 +135,7 @@ def _check_nulls(name: str, dataset: Dataset, columns: set[str]) -> None:
                 f"dataset.map(lambda row: {{{column!r}: str(row[{column!r}])}})",
             )
         if value == []:
-            raise DataError(f"{name} row 1: {column} is an empty list", f"dataset.filter(lambda row: row[{column!r}])")
+            raise DataError(f"{name} row 1: {column} is empty", f"dataset.filter(lambda row: row[{column!r}])")
         if isinstance(value, list) and not isinstance(value[0], dict):
             raise DataError(
                 f"{name} row 1: {column} is a list of {type(value[0]).__name__}, neither a text nor messages",
