@@ -121,6 +121,7 @@ def _times(title: str, rows: pd.DataFrame, colours: dict[str, str]) -> Any:
         if bars["shown"].any():
             panels.append((model, bars[bars["shown"]]))
     heights = [len(bars) + bars["group"].nunique() for _, bars in panels]
+    # rounded, since from Python 3.12 on sums of numbers differ in their last digit
     figure = Figure(figsize=(7.6, round(0.3 + sum(0.3 + 0.24 * height for height in heights), 6)))
     figure.suptitle(f"Time of a step, {title}", fontsize=10, x=0.01, ha="left")
     every_axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]

@@ -13,7 +13,7 @@ from pronghorn.data.labels import label_rows
 from pronghorn.data.rows import Conversation, Message
 from pronghorn.data.template import BUILT_IN
 from pronghorn.errors import DataError
-from support.chats import WHERE, byte_level, one, trained, written
+from support.chats import CHATML, WHERE, byte_level, one, trained, written
 from support.templates import with_template
 
 ORIGINALS = {"llama-3.1": "llama3_1", "qwen-2.5": "qwen2_5", "qwen-3": "qwen3", "gpt-oss": "gptoss"}
@@ -166,6 +166,15 @@ def test_a_template_without_tools_refuses_them(shared: Path) -> None:
         tokenizer = with_template(name, shared / "models" / "stories260k")
         with pytest.raises(DataError, match="this template renders no tools"):
             label_rows([Conversation(CHATS["plain"], TOOLS, **WHERE)], tokenizer)
+
+
+def test_a_template_that_opens_the_reasoning_of_every_turn_needs_no_opening_in_the_text() -> None:
+    """Its prompt is the beginning of what it writes, and the text begins behind it."""
+    opens = CHATML.replace("{{ m.content }}", "{{ '<think>\\n' if m.role == 'assistant' }}{{ m.content }}")
+    tokenizer = byte_level(opens.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
+    said = "Two pairs.</think>4"
+    row = Conversation((Message("user", "2 + 2?"), Message("assistant", said)), **WHERE)
+    assert trained(one(row, tokenizer), tokenizer) == [f"{said}<|im_end|>"]
 
 
 OPENING = {

@@ -27,7 +27,7 @@ LEADS = ("", " ", "<think>\n\n</think>\n\n", "<|channel|>final<|message|>")
 (ChatML, Llama 3, Gemma), a space (Llama 2, Mistral), an empty reasoning block (Qwen3, last turn), gpt-oss's channel."""
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 """What a generation prompt may end with: reasoning that it opens (Qwen3.5, DeepSeek R1) or leaves empty."""
-_EMPTY = ("<think>\n\n</think>\n\n", "<think></think>\n", "<think></think>", "")
+_EMPTY = ("<think>\n\n</think>\n\n", "<think></think>\n", "<think></think>")
 """What a template may write in its place before a turn without reasoning."""
 
 
@@ -224,15 +224,14 @@ def turns(
             )
         try:
             prompt = render(row.messages[:index], row.tools, tokenizer, row.source, answer=True)
-            begin = _begin(message, prompt, text)
-            if begin is None:
+            start = _begin(message, prompt, text)
+            if start is None:
                 raise Rewritten(
                     f"{at}: the chat template renders the conversation before this turn "
                     "otherwise than the same messages within the whole conversation",
                     "set data.chat_template to one that renders a beginning the same whatever follows, or split the "
                     "row so that each ends with the assistant turn to train (data.loss_on: last)",
                 )
-            start = begin
             if calls or message.reasoning:
                 end = said = _end_of_turn(row, index, start, text, tokenizer)
             else:
@@ -253,20 +252,22 @@ def turns(
 
 
 def _begin(message: Message, prompt: str, text: str) -> int | None:
-    """Return where in `text` the model begins to write a turn, after this generation prompt; None if that isn't there.
+    """Return where in `text` the model begins to write a turn after this generation prompt; None if it isn't there.
 
-    Of a prompt that opens reasoning, a turn without any has the empty block at most, and begins behind it: so the
-    prompt ends where thinking is switched off.
+    A turn without reasoning begins behind an empty block of reasoning, though the prompt opens one: the model is given
+    the block where thinking is switched off. Where the template writes no block, the turn begins in its place.
     """
     opened = _OPENED.search(prompt)
-    if opened is None or (message.reasoning and text.startswith(prompt)):
-        return len(prompt) if text.startswith(prompt) else None
-    start = opened.start()
-    if text[:start] != prompt[:start]:
+    before = prompt[: opened.start()] if opened else prompt
+    if opened and not message.reasoning:
+        for block in _EMPTY:
+            if text.startswith(before + block):
+                return len(before + block)
+    if text.startswith(prompt):
+        return len(prompt)
+    if not opened or not text.startswith(before + "<think>" if message.reasoning else before):
         return None
-    if message.reasoning:
-        return start if text.startswith("<think>", start) else None
-    return start + next(len(block) for block in _EMPTY if text.startswith(block, start))
+    return len(before)
 
 
 def _end_of_turn(row: Conversation, index: int, start: int, text: str, tokenizer: "PreTrainedTokenizerBase") -> int:

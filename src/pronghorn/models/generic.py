@@ -150,8 +150,8 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
         kwargs |= dict(zip(names, args, strict=False))
         refuse_vision(kwargs)
         if packed is None:
-            given_rows = [len(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
-            packed = stock_batch(kwargs, *given_rows[:1])
+            ids = kwargs.get("input_ids")
+            packed = stock_batch(kwargs, ids if ids is not None else kwargs.get("inputs_embeds"))
         packing: GenericPacking = self.__dict__[PACKING]
         rows = None
         if packed is not None:

@@ -40,7 +40,7 @@ def share_metadata(
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
     if packed is None:
-        packed = stock_batch(kwargs, 1 if tokens is None else tokens.shape[0])
+        packed = stock_batch(kwargs, tokens)
     warn_of_attentions(backbone.config, kwargs)
     _compute_all_rows(kwargs, packed)
     if packed is None:
@@ -134,11 +134,11 @@ def warn_of_attentions(config: Any, kwargs: dict[str, Any]) -> None:
         warnings.warn(told + "detach the model and set its attention to eager to see them", stacklevel=2)
 
 
-def stock_batch(kwargs: dict[str, Any], rows: int = 1) -> PackedBatch | None:
-    """Return the metadata of a batch of so many rows from stock collators, or None if the batch isn't packed.
+def stock_batch(kwargs: dict[str, Any], tokens: Any = None) -> PackedBatch | None:
+    """Return the metadata of a batch from stock collators, or None if the batch isn't packed.
 
-    Costs one synchronisation on CUDA (the bounds become host integers). Positions given once for all rows are written
-    out in `kwargs`.
+    Costs one synchronisation on CUDA (the bounds become host integers). Positions [1, T] are written out in `kwargs`
+    for each row of `tokens`, ids or embeddings.
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     mask = kwargs.get("attention_mask")
@@ -159,8 +159,8 @@ def stock_batch(kwargs: dict[str, Any], rows: int = 1) -> PackedBatch | None:
                 "leave attention_mask out of packed batches",
             )
         return None
-    if cu_seqlens is None and len(position_ids) == 1:
-        position_ids = kwargs["position_ids"] = position_ids.expand(rows, -1)
+    if cu_seqlens is None and tokens is not None and len(position_ids) == 1:
+        position_ids = kwargs["position_ids"] = position_ids.expand(len(tokens), -1)
     flat = position_ids.flatten()
     if cu_seqlens is None:
         starts = (flat == 0).nonzero().flatten().tolist()

@@ -17,7 +17,7 @@ def settle(trainer: Any) -> None:
         trainer.aux_loss_enabled = config.output_router_logits = False
 
 
-def apart(outputs: Any, model: Any, packed: bool) -> tuple[Tensor, Tensor | None]:
+def separate(outputs: Any, model: Any, packed: bool) -> tuple[Tensor, Tensor | None]:
     """Return the loss without the auxiliary loss, and that one, times the coefficient that TRL set in the config.
 
     None stands for a loss that is whole already: packed batches of fused layers count by their share of the labels.

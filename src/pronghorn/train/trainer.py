@@ -105,7 +105,7 @@ class SFTTrainer(SharedLayersTrainer):
         check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             validate.check_dataset(name, kwargs.get(name), packs, args, kwargs)
-        if kwargs.get("formatting_func") is None:  # whose rows it may read whole
+        if kwargs.get("formatting_func") is None:  # which may read them; TRL's constructor looks at the columns, too
             kwargs["train_dataset"] = prepared_rows.readable("train_dataset", kwargs["train_dataset"], None, args)
         if args.packing or args.eval_packing:
             args.max_length = validate.check_row_length(args.max_length, getattr(model, "max_seq_length", None))
@@ -217,7 +217,7 @@ class SFTTrainer(SharedLayersTrainer):
         """Compute the model's own loss, divided by `num_items_in_batch`: the supervised tokens of the accumulated batch
         on all ranks (gradients are averaged over ranks, hence the factor)."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
-        loss, aux = balance.apart(outputs, self.model, "packed" in inputs)
+        loss, aux = balance.separate(outputs, self.model, "packed" in inputs)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
         if aux is not None:
