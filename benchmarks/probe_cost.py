@@ -2,7 +2,7 @@
 
     python -m benchmarks.probe_cost --out probe-cost.json
 
-The model is a StarCoder 2 of Llama-3.1-8B's sizes with random weights in bfloat16, made on the device, with LoRA r16.
+The model is a StarCoder 2 of about Llama-3.1-8B's sizes with random weights in bfloat16, made on the device, with LoRA r16.
 The probe runs three times, each from the beginning: the first also compiles and warms up. Ends with code 1 where
 documents mix or a probe takes more than `--most` seconds.
 """
@@ -16,7 +16,7 @@ from benchmarks.record import Facts
 
 SIZES = {
     "hidden_size": 4096,
-    "intermediate_size": 14336,
+    "intermediate_size": 21504,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -46,14 +46,16 @@ def main(given: argparse.Namespace) -> bool:
 
     sizes = {**SIZES, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
     torch.manual_seed(0)
-    with Facts(given) as facts, torch.device(device()):
-        config = AutoConfig.for_model("starcoder2", **(sizes if given.tiny else SIZES))
-        model = add_lora(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)).train()
+    with Facts(given) as facts:
+        with torch.device(device()):
+            config = AutoConfig.for_model("starcoder2", **(sizes if given.tiny else SIZES))
+            model = add_lora(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)).train()
         attach(model)
         found = [probe(model) for _ in range(RUNS)]
         facts |= {"parameters": sum(p.numel() for p in model.parameters()), "most_s": given.most}
         facts |= {"seconds": [each.seconds for each in found], "clean": all(each.clean for each in found)}
-    show([{"probe": n, "seconds": f"{each.seconds:.2f}", "clean": each.clean} for n, each in enumerate(found, 1)])
+        facts |= {"found": [str(each) for each in found]}
+    show([{"probe": n, "seconds": f"{each.seconds:.2f}", "found": str(each)} for n, each in enumerate(found, 1)])
     return all(each.clean and each.seconds <= given.most for each in found)
 
 

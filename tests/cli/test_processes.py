@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -260,3 +261,13 @@ def test_what_a_batch_script_needs(tmp_path: Path, options: list[str], problem: 
     done = CliRunner().invoke(app, ["launch", *options, str(write_recipe(tmp_path, 16))])
     assert done.exit_code == 1 and problem in " ".join(done.output.split())
     assert not list(tmp_path.glob("*.sbatch"))
+
+
+def test_the_port_is_a_free_one_that_no_connection_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 20_000 <= processes._free_port() < 30_000
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(processes, "PORTS", range(port, port + 1))
+        with pytest.raises(TrainingError, match="can be listened on"):
+            processes._free_port()

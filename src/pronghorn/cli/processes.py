@@ -7,8 +7,10 @@ long where one process died and the others can only wait for it. It also shows a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import random
 import signal
 import socket
 import subprocess
@@ -33,6 +35,8 @@ GRACE = 3.0
 POLL = 0.05
 """Seconds between looks at the processes."""
 LAST_LINES = 20
+PORTS = range(20_000, 30_000)
+"""Of which that is drawn by which the processes find each other."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +250,11 @@ class _Group:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on, of those that systems don't give to connections by themselves: NCCL and
+    other runs open many of these before the first process listens."""
+    candidates = random.SystemRandom().sample(PORTS, len(PORTS))
+    for port in candidates:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise TrainingError(f"no port of {PORTS[0]} to {PORTS[-1]} can be listened on", "look who holds them: ss -ltn")

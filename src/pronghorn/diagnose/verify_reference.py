@@ -109,7 +109,7 @@ def perturb(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name and not parameter.any():
-            noise = torch.empty(parameter.shape).normal_(0, 0.01, generator=generator)
+            noise = torch.empty(parameter.shape, device="cpu").normal_(0, 0.01, generator=generator)
             parameter.data.copy_(noise)
 
 

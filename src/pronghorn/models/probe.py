@@ -209,7 +209,7 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     embeddings = base.get_input_embeddings().weight
     found, vocabulary = replace(found, exact=exact, tolerance=TOLERANCE[products_dtype(embeddings)]), len(embeddings)
     generator = torch.Generator().manual_seed(0)
-    ids, other = torch.randint(0, vocabulary, (2, len(row.last)), generator=generator).to(base.device)
+    ids, other = torch.randint(0, vocabulary, (2, len(row.last)), generator=generator, device="cpu").to(base.device)
     other = torch.where(other == ids, (ids + 1) % vocabulary, other)
     with recorded(base, layers, len(ids)) as states:
         gradients = []
