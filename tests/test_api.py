@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -326,6 +327,14 @@ def test_values_that_look_like_nothing_are_not_passed_over(stories: Path, argume
 def test_adapters_on_the_head_are_refused(stories: Path, target: str) -> None:
     with pytest.raises(UnsupportedError, match=f"adapter on {target} is not supported: name it in modules_to_save"):
         FastLanguageModel.get_peft_model(load(stories)[0], target_modules=["q_proj", target])
+
+
+@pytest.mark.parametrize("kind", ["AutoModelForSequenceClassification", "AutoModel"])
+def test_adapters_on_what_is_no_causal_lm_are_refused(stories: Path, kind: str) -> None:
+    model = getattr(transformers, kind).from_pretrained(stories)
+    with pytest.raises(UnsupportedError, match="is no causal language model"):
+        FastLanguageModel.get_peft_model(model, r=4)
+    assert not any("lora" in name for name, _ in model.named_modules())
 
 
 def test_bad_adapters(stories: Path) -> None:

@@ -71,6 +71,16 @@ def test_logits_of_zeros_after_a_padding_token_are_no_wrong_merge(tmp_path: Path
     save_merged(model, None, tmp_path / "merged")
 
 
+def test_layers_that_repeat_frozen_weights_are_written_apart(tmp_path: Path) -> None:
+    """In the checkpoint's dtype nothing is copied on the way, and PEFT's repeated layers share what isn't adapted."""
+    model = adapted("llama", layer_replication=[(0, 2), (1, 3)]).to(torch.bfloat16)
+    merged = AutoModelForCausalLM.from_pretrained(save_merged(model, None, tmp_path / "merged"))
+    expected = {tensor.name: tensor.read() for tensor in merged_tensors(base_causal_lm(model), torch.bfloat16)}
+    repeated = "model.layers.2.mlp.down_proj.weight"
+    assert merged.config.num_hidden_layers == 4
+    assert torch.equal(merged.get_parameter(repeated), expected[repeated])
+
+
 @pytest.mark.matrix(8)
 @pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 def test_a_merged_folder_is_what_transformers_writes(tmp_path: Path, family: str) -> None:

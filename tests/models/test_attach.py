@@ -757,6 +757,22 @@ def test_generate_is_unchanged(stories: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before.logits, after.logits, strict=True))
 
 
+def test_continuous_batching_is_unchanged(stories: Path) -> None:
+    """As TRL's GRPO generates with `use_transformers_continuous_batching`."""
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+
+    model = AutoModelForCausalLM.from_pretrained(stories, attn_implementation="sdpa")
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32, block_size=16)
+    options = {"max_new_tokens": 5, "continuous_batching_config": small, "warmup": False}
+    prompts = [[1, 5, 9], [1, 7]]
+    before = [answer.generated_tokens for answer in model.generate_batch(prompts, **options).values()]
+    attach(model)
+    implementation_now = model.config._attn_implementation
+    after = [answer.generated_tokens for answer in model.generate_batch(prompts, **options).values()]
+    assert len(before) == 2 and after == before
+    assert model.config._attn_implementation == implementation_now != "sdpa"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches_are_unchanged(family: str, side: str) -> None:

@@ -150,7 +150,7 @@ def write_model(
             name: original.tower(name) if original and name in towers else unwritten.pop(name).contiguous()
             for name in names
         }
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        save_file(_apart(shard), folder / file, metadata={"format": "pt"})
         del shard  # before the next is read
     if split.is_sharded:
         index = {
@@ -159,6 +159,16 @@ def write_model(
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, those in one place copied but for the first: PEFT's repeated layers share frozen weights."""
+    places: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        apart[name] = tensor.clone() if tensor.numel() and tensor.data_ptr() in places else tensor
+        places.add(tensor.data_ptr())
+    return apart
 
 
 def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor]) -> Any:

@@ -74,7 +74,8 @@ class Handle:
     """The backbone's CUDA graphs, where layers are fused on CUDA."""
     experts: experts.ExpertLayers | None
     """The experts of a mixture-of-experts model."""
-    _previous_attention: str
+    previous_attention: str
+    """The attention implementation that the model had."""
     _hook: RemovableHandle | None
     """What hands the batch's metadata to the layers; None in generic families."""
     plan: Plan | None = None
@@ -180,8 +181,8 @@ class Handle:
             self._hook.remove()
         if self.experts is not None:
             self.experts.disable()
-        if self.model.config._attn_implementation != self._previous_attention:
-            set_attention(self.model, self._previous_attention)
+        if self.model.config._attn_implementation != self.previous_attention:
+            set_attention(self.model, self.previous_attention)
         if self.installed is not None:
             self.installed.uninstall()
         if self.graphs is not None:

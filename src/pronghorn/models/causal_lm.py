@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from pronghorn.families.registry import family_of
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.layers.subclass import subclass
 from pronghorn.models import experts
-from pronghorn.models.families import settle_balance
+from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import packed_lm_loss
 from pronghorn.models.metadata import LOSS_ROWS_ONLY, MIXES, mixing_adapter
 
@@ -62,6 +62,18 @@ class PackedCausalLM:
         finally:
             for module in recomputing:
                 module.gradient_checkpointing = True
+
+    @contextmanager
+    def continuous_batching_context_manager(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Generate by continuous batching with the attention that the model had: transformers takes no other there."""
+        attention = self.config._attn_implementation
+        set_attention(self, self._pronghorn_handle.previous_attention)
+        try:
+            batches: Any = super()
+            with batches.continuous_batching_context_manager(*args, **kwargs) as manager:
+                yield manager
+        finally:
+            set_attention(self, attention)
 
     def packed_forward(
         self: Any,

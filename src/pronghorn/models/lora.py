@@ -16,7 +16,7 @@ from pronghorn.families.spec import GatedMLP
 from pronghorn.layers.linears import is_4bit
 from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
-from pronghorn.models.families import base_causal_lm, check_config, decoder_layers, has_experts
+from pronghorn.models.families import base_causal_lm, check_config, check_subject, decoder_layers, has_experts
 from pronghorn.models.reach import end_names, reached_linears
 
 DENSE_MLP = tuple(name for group in GatedMLP().linears for name in group)
@@ -59,8 +59,8 @@ def add_lora(
         adapter_dtype: float32 (None, "auto") or bfloat16, whatever the base's.
     Raises:
         ConfigError: the model has an adapter already, or rank or targets make no sense.
-        UnsupportedError: adapters on the head or the embeddings (`modules_to_save` trains them whole), or rows of a
-            head with a bias.
+        UnsupportedError: no causal LM, adapters on the head or the embeddings (`modules_to_save` trains them whole), or
+            rows of a head with a bias.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -100,6 +100,7 @@ def add_lora(
         raise ConfigError(
             "the model already has an adapter", "train that adapter on, or load the base model without it"
         )
+    check_subject(model)
     if r < 1:
         raise ConfigError(f"LoRA rank r = {r} is below 1", f"use a rank from 1 to {HIGHEST_RANK}, 16 is common")
     width = base_causal_lm(model).get_input_embeddings().weight.shape[-1]
