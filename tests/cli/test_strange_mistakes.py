@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset, DatasetDict
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
@@ -257,9 +258,42 @@ def test_numbers_in_quotes_are_converted(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_schedules_take_what_transformers_functions_take() -> None:
     ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "warmup_type", "decay_type", "kwargs"}
+    on_loss = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": GreedyLR}
+    no_numbers = {"mode", "threshold_mode", "verbose", "smooth", "window_size"}  # the last needs `smooth`
     for name, function in TYPE_TO_SCHEDULER_FUNCTION.items():
         takes, _ = SCHEDULES.get(name.value, ((), 0))
-        assert set(inspect.signature(function).parameters) - ours == set(takes)
+        known = inspect.signature(on_loss.get(name.value, function)).parameters
+        assert set(known) - ours - no_numbers == set(takes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given", "problem"),
+    [
+        ("cosine_with_min_lr", {"min_lr_rate": 5}, "min_lr_rate 5 is not from 0 to 1"),
+        ("cosine_with_min_lr", {"min_lr": 0.01}, "min_lr 0.01 is not from 0 to train.learning_rate 0.0002"),
+        ("cosine_with_min_lr", {"min_lr": 1e-5, "min_lr_rate": 0.1}, "min_lr and min_lr_rate"),
+        ("cosine_with_restarts", {"num_cycles": 0}, "num_cycles 0 is not above 0"),
+        ("polynomial", {"lr_end": 1}, "lr_end 1 is not from 0 to less than train.learning_rate 0.0002"),
+        ("polynomial", {"power": -1}, "power -1 is not above 0"),
+        ("inverse_sqrt", {"timescale": 0}, "timescale 0 is not above 0"),
+        ("warmup_stable_decay", {"num_decay_steps": -1}, "num_decay_steps -1 is not 1 or more"),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "num_stable_steps": -1}, "num_stable_steps -1 is not 0 or more"),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "min_lr_ratio": 3}, "min_lr_ratio 3 is not from 0 to 1"),
+        ("reduce_lr_on_plateau", {"factor": 2}, "factor 2 is not above 0 and below 1"),
+        ("reduce_lr_on_plateau", {"factr": 0.5}, "unknown key factr"),
+        ("greedy", {"foo": 1}, "unknown key foo"),
+        ("greedy", {"factor": 0.5}, "min_lr 0.001 (its default) is not from 0 to train.learning_rate 0.0002"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_schedule_are_refused_at_once(
+    schedule: str, given: dict[str, float], problem: str, tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = [f"train.lr_scheduler={schedule}", f"train.lr_scheduler_kwargs={json.dumps(given)}"]
+    result = train(tmp_path, stories, *settings, "train.eval_steps=1", "data.eval=50%")
+    assert result.exit_code == 1 and problem in " ".join(result.stderr.split()), result.output
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
