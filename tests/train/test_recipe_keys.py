@@ -17,7 +17,7 @@ from trl import SFTConfig
 
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.config import Recipe
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.linears import unfused_reason
 from pronghorn.train.build import check_device, training_arguments
 from pronghorn.train.run import run
@@ -120,6 +120,17 @@ def test_what_a_cpu_can_not_do_is_told(make: Make) -> None:
     console = Console(file=io.StringIO(), width=200)
     check_device(make("run", memory={"budget": "16GB"}), "cpu", console)
     assert "memory.budget 16GB is of GPU memory" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("attention", ["flash", "tiled"])
+def test_an_attention_that_can_not_be_served_is_refused_before_training(
+    attention: str, packs: bool, make: Make, tmp_path: Path
+) -> None:
+    """Padded batches never ask for it: the run ended in this error once all was trained, without its record."""
+    with pytest.raises(UnsupportedError, match=f"attention '{attention}' was asked for, but device cpu has no"):
+        run(make("run", packing={"attention": attention, "enabled": packs}, train=PLAIN), QUIET)
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
 
 
 def test_names_between_commas_are_a_list(make: Make) -> None:

@@ -170,6 +170,7 @@ def _build(
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = make_trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress], args)
     check_ids("data.eval", heldout, tokenizer, model)
+    handle.paths(autocast_dtype(recipe))  # an attention that can't be served is refused now, not at the end
     if handle.isolation is not None:
         console.print(f"Probe: {escape(str(handle.isolation))}", highlight=False)
     trainer.recipe, trainer.checked = recipe_hash(recipe), newest
