@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable
@@ -249,3 +250,28 @@ def _check_schedule(name: str, given: dict[str, float], rate: float) -> None:
             default = "" if key in given else " (its default)"
             must = limit.words.format(rate=rate)
             raise ConfigError(f"{written}: {key} {value:g}{default} is not {must}", f"set {key} there: {must}")
+
+
+NO_WARMUP = ("constant", *ON_LOSS)
+"""Schedules that begin at the learning rate: transformers warms none of them up."""
+
+
+def missed_rate(train: Any, steps: int) -> str | None:
+    """Say why a run of so many steps has no warm-up although its `train` section asks for one, or never has the
+    learning rate that it names; None where it has both."""
+    asked = next((key for key in ("warmup_ratio", "warmup_steps") if key in train.model_fields_set), None)
+    warmup = 0 if asked is None else getattr(train, asked) or 0
+    if train.lr_scheduler in NO_WARMUP:
+        instead = "constant_with_warmup has one" if train.lr_scheduler == "constant" else "leave it out"
+        unused = f"train.{asked} {warmup:g} is not used: {train.lr_scheduler} has no warm-up ({instead})"
+        return unused if warmup else None
+    never = f"the run's {steps:,}: the learning rate never reaches {train.learning_rate:g}"
+    if asked == "warmup_steps" and warmup >= steps:
+        return f"train.warmup_steps {warmup:,} is not less than {never}"
+    numbers = train.lr_scheduler_kwargs
+    if "num_decay_steps" in numbers and "num_stable_steps" not in numbers:
+        first = train.warmup_steps if train.warmup_ratio is None else math.ceil(train.warmup_ratio * steps)
+        if first + numbers["num_decay_steps"] > steps:
+            decay = f"num_decay_steps {numbers['num_decay_steps']:g} of train.lr_scheduler_kwargs"
+            return f"{decay}, with {first:,} steps of warm-up, is more than {never}"
+    return None

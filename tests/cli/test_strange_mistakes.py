@@ -222,6 +222,18 @@ def train(folder: Path, stories: Path, *overrides: str) -> Any:
     [
         ("data.eval=train.jsonl", "train.jsonl is trained, too"),
         ("train.warmup_steps=1000", "the learning rate never reaches 0.0002"),
+        (
+            "train.lr_scheduler=constant; train.warmup_steps=3",
+            "train.warmup_steps 3 is not used: constant has no warm-up (constant_with_warmup has one)",
+        ),
+        (
+            "train.lr_scheduler=constant; train.warmup_ratio=0.1",
+            "train.warmup_ratio 0.1 is not used",
+        ),
+        (
+            "train.lr_scheduler=warmup_stable_decay; train.lr_scheduler_kwargs={num_decay_steps: 3}",
+            "num_decay_steps 3 of train.lr_scheduler_kwargs, with 5 steps of warm-up, is more than the run's 1",
+        ),
         ("train.learning_rate=0.5", "train.learning_rate 0.5 is high"),
         ("data.train=saved", "saved: 4 rows"),  # what save_to_disk wrote is read
         (" train.max_steps = 1", "limited by max_steps"),
@@ -232,7 +244,7 @@ def test_what_may_be_meant_runs_and_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Dataset.from_list([{"prompt": "One day", "completion": " a cat sat."}] * 4).save_to_disk("saved")
-    result = train(tmp_path, stories, change)
+    result = train(tmp_path, stories, *change.split("; "))
     assert result.exit_code == 0 and says in result.output, result.output
 
 
