@@ -248,6 +248,18 @@ def test_what_may_be_meant_runs_and_is_told(
     assert result.exit_code == 0 and says in result.output, result.output
 
 
+def test_a_warm_up_that_ends_is_not_complained_of(
+    tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that takes what is left of an epoch is a whole one: three here, not two."""
+    monkeypatch.chdir(tmp_path)
+    steps = ("train.max_steps=null", "train.epochs=3", "train.gradient_accumulation_steps=2", "train.warmup_steps=2")
+    result = train(tmp_path, stories, *steps, "train.logging_steps=1")
+    assert result.exit_code == 0 and "never reaches" not in result.output, result.output
+    rates = [step["learning_rate"] for step in json.loads(Path("out/run.json").read_text())["steps"]]
+    assert rates == [0, 1e-4, 2e-4]
+
+
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")])
 def test_what_a_distributed_run_left_behind_is_told(
     name: str, value: str, tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch

@@ -200,8 +200,7 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
         less = f"more than the {micro_batches:,} micro-batches of an epoch: each step is a whole epoch"
         console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
-    steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * micro_batches / accumulated)
-    if (missed := missed_rate(recipe.train, steps)) is not None:
+    if (missed := missed_rate(recipe.train, planned_steps(trainer))) is not None:
         console.print(f"[yellow]{missed}[/]")
     if recipe.train.learning_rate > HIGH and "sgd" not in recipe.train.optimizer:
         console.print(f"[yellow]train.learning_rate {recipe.train.learning_rate:g} is high: LoRA takes about 2e-4[/]")
