@@ -117,6 +117,8 @@ def test_a_seed_for_data_alone_changes_the_order_and_not_the_adapter(make: Make)
 def test_what_a_cpu_can_not_do_is_told(make: Make) -> None:
     with pytest.raises(ConfigError, match="graph: on without a CUDA device"):
         run(make("run", packing={"graph": "on"}), QUIET)
+    with pytest.raises(ConfigError, match="feed_forward: tiled without a CUDA device"):
+        run(make("run", memory={"feed_forward": "tiled"}), QUIET)
     console = Console(file=io.StringIO(), width=200)
     check_device(make("run", memory={"budget": "16GB"}), "cpu", console)
     assert "memory.budget 16GB is of GPU memory" in console.file.getvalue()  # type: ignore[attr-defined]
