@@ -141,6 +141,14 @@ _RULES = (
         "leave one of them out",
     ),
     _Rule(
+        lambda r: (
+            r.adapter.init_lora_weights == "orthogonal"
+            and any(rank % 2 for rank in (r.adapter.r, *r.adapter.rank_pattern.values()))
+        ),
+        "adapter.init_lora_weights: orthogonal with an odd rank (adapter.r {adapter.r}, or of rank_pattern)",
+        "use even ranks, or another init_lora_weights",
+    ),
+    _Rule(
         lambda r: r.adapter.use_dora and r.adapter.target_parameters,
         "adapter.use_dora with target_parameters: PEFT has no DoRA for experts",
         "leave one of them out",

@@ -153,6 +153,11 @@ MISTAKES = {
     "how long it decays": key(
         "train", "lr_scheduler", "warmup_stable_decay", "num_decay_steps is missing", "{num_decay_steps: 100}"
     ),
+    "an odd rank": text(
+        yaml.safe_dump(RECIPE | {"adapter": {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 3}}}),
+        "orthogonal with an odd rank",
+        "use even ranks",
+    ),
     "two warm-ups": text(
         yaml.safe_dump(RECIPE | {"train": {"output": "out", "warmup_steps": 5, "warmup_ratio": 0.1}}),
         "train.warmup_steps and train.warmup_ratio",

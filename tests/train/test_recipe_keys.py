@@ -67,6 +67,19 @@ def test_what_was_taken_out_of_the_base_is_saved_as_plain_lora(
     assert record.heldout["after"] < record.heldout["before"]  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_rank_above_what_a_weight_has_is_refused_before_training(init: str, make: Make) -> None:
+    """PEFT makes such adapters of a smaller rank, which could not be loaded to be saved when all was trained."""
+    wide = {"lora_dropout": 0.0, "init_lora_weights": init, "rank_pattern": {"k_proj": 48}}
+    with pytest.raises(ConfigError, match="with rank 48 of k_proj, whose weight has 32"):
+        run(make("run", adapter=wide, train=PLAIN), QUIET)
+
+
+def test_a_rank_of_a_pattern_has_the_limit_of_the_rank(make: Make) -> None:
+    with pytest.raises(ConfigError, match="rank_pattern 'q_proj' gives 5000, above 256, the most for this model"):
+        run(make("run", adapter={"rank_pattern": {"q_proj": 5000}}), QUIET)
+
+
 def test_a_pattern_of_no_module_is_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="rank_pattern or alpha_pattern 'dwn_proj' matches no module"):
         run(make("run", adapter={"rank_pattern": {"dwn_proj": 8}}), QUIET)
