@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pronghorn.errors import ConfigError
 from pronghorn.optimizers import ON_PARTS
 from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
+from pronghorn.recipe_values import ALL_LINEAR
 
 
 class _Rule(NamedTuple):
@@ -115,6 +116,20 @@ _RULES = (
     _Rule(
         lambda r: _full(r) and (r.adapter.use_dora or r.adapter.init_lora_weights is not True),
         "adapter.method: full with use_dora or init_lora_weights, which are LoRA's",
+        "leave them out, or set adapter.method: lora",
+    ),
+    _Rule(
+        lambda r: (
+            _full(r)
+            and (
+                r.adapter.target_modules != [ALL_LINEAR]
+                or r.adapter.bias != "none"
+                or r.adapter.rank_pattern
+                or r.adapter.alpha_pattern
+            )
+        ),
+        "adapter.method: full trains every weight: target_modules, bias, rank_pattern and alpha_pattern, which choose "
+        "some, are LoRA's",
         "leave them out, or set adapter.method: lora",
     ),
     _Rule(

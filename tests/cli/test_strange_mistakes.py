@@ -153,6 +153,16 @@ MISTAKES = {
     "how long it decays": key(
         "train", "lr_scheduler", "warmup_stable_decay", "num_decay_steps is missing", "{num_decay_steps: 100}"
     ),
+    "full training of some linears": text(
+        yaml.safe_dump(RECIPE | {"adapter": {"method": "full", "target_modules": ["q_proj"]}}),
+        "adapter.method: full trains every weight: target_modules",
+        "set adapter.method: lora",
+    ),
+    "full training of some biases": text(
+        yaml.safe_dump(RECIPE | {"adapter": {"method": "full", "bias": "lora_only"}}),
+        "adapter.method: full trains every weight",
+        "set adapter.method: lora",
+    ),
     "an odd rank": text(
         yaml.safe_dump(RECIPE | {"adapter": {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 3}}}),
         "orthogonal with an odd rank",
