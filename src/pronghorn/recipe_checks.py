@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from pronghorn.errors import ConfigError
 from pronghorn.optimizers import ON_PARTS
 from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
+from pronghorn.recipe_values import ALL_LINEAR
 
 
 class _Rule(NamedTuple):
@@ -117,6 +119,20 @@ _RULES = (
         "leave them out, or set adapter.method: lora",
     ),
     _Rule(
+        lambda r: (
+            _full(r)
+            and (
+                r.adapter.target_modules != [ALL_LINEAR]
+                or r.adapter.bias != "none"
+                or r.adapter.rank_pattern
+                or r.adapter.alpha_pattern
+            )
+        ),
+        "adapter.method: full trains every weight: target_modules, bias, rank_pattern and alpha_pattern, which choose "
+        "some, are LoRA's",
+        "leave them out, or set adapter.method: lora",
+    ),
+    _Rule(
         lambda r: _changes_base(r) and r.model.load_in_4bit,
         "adapter.init_lora_weights: {adapter.init_lora_weights} with model.load_in_4bit: it changes the base's weights",
         "set model.load_in_4bit: false, or leave init_lora_weights out",
@@ -140,6 +156,14 @@ _RULES = (
         "leave one of them out",
     ),
     _Rule(
+        lambda r: (
+            r.adapter.init_lora_weights == "orthogonal"
+            and any(rank % 2 for rank in (r.adapter.r, *r.adapter.rank_pattern.values()))
+        ),
+        "adapter.init_lora_weights: orthogonal with an odd rank (adapter.r {adapter.r}, or of rank_pattern)",
+        "use even ranks, or another init_lora_weights",
+    ),
+    _Rule(
         lambda r: r.adapter.use_dora and r.adapter.target_parameters,
         "adapter.use_dora with target_parameters: PEFT has no DoRA for experts",
         "leave one of them out",
@@ -148,6 +172,7 @@ _RULES = (
 
 
 _LEAST = ("min_lr_rate", "min_lr", "num_cycles")
+_ON_LOSS = ("factor", "patience", "threshold", "cooldown", "min_lr", "eps")
 SCHEDULES: dict[str, tuple[tuple[str, ...], int]] = {
     "cosine": (("num_cycles",), 0),
     "cosine_with_restarts": (("num_cycles",), 0),
@@ -156,8 +181,34 @@ SCHEDULES: dict[str, tuple[tuple[str, ...], int]] = {
     "cosine_with_min_lr": (_LEAST, 2),
     "cosine_warmup_with_min_lr": ((*_LEAST, "warmup_lr_rate"), 2),
     "warmup_stable_decay": (("num_decay_steps", "num_stable_steps", "min_lr_ratio", "num_cycles"), 1),
+    "reduce_lr_on_plateau": (_ON_LOSS, 0),
+    "greedy": ((*_ON_LOSS, "warmup", "max_lr", "reset_start"), 0),
 }
 """What each schedule takes as numbers, and of how many of these, from the first, it needs one."""
+_TAKEN = {"polynomial": {"lr_end": 1e-7}, "greedy": {"min_lr": 1e-3, "max_lr": 1.0}}
+"""What schedules take where nothing is said, of what must fit the learning rate."""
+
+
+class _Limit(NamedTuple):
+    """What a schedule's number must be: whether (number, learning rate) is so, and the words for it."""
+
+    kept: Callable[[float, float], bool]
+    words: str
+
+
+_SHARE = _Limit(lambda value, rate: 0 <= value <= 1, "from 0 to 1")
+_ABOVE_0 = _Limit(lambda value, rate: value > 0, "above 0")
+_FROM_0 = _Limit(lambda value, rate: value >= 0, "0 or more")
+_LIMITS = {
+    **dict.fromkeys(("min_lr_rate", "min_lr_ratio", "warmup_lr_rate"), _SHARE),
+    **dict.fromkeys(("num_cycles", "power", "timescale"), _ABOVE_0),
+    "min_lr": _Limit(lambda value, rate: 0 <= value <= rate, "from 0 to train.learning_rate {rate:g}"),
+    "max_lr": _Limit(lambda value, rate: value >= rate, "train.learning_rate {rate:g} or more"),
+    "lr_end": _Limit(lambda value, rate: 0 <= value < rate, "from 0 to less than train.learning_rate {rate:g}"),
+    "factor": _Limit(lambda value, rate: 0 < value < 1, "above 0 and below 1"),
+    "num_decay_steps": _Limit(lambda value, rate: value >= 1, "1 or more"),
+}
+"""Limits of schedules' numbers; the others are `_FROM_0`."""
 
 
 def check(recipe: Any) -> None:
@@ -173,7 +224,7 @@ def check(recipe: Any) -> None:
     for rule in _RULES:
         if rule.broken(recipe):
             raise ConfigError(rule.problem.format(**dict(recipe)), rule.remedy)
-    _check_schedule(recipe.train.lr_scheduler, recipe.train.lr_scheduler_kwargs)
+    _check_schedule(recipe.train.lr_scheduler, recipe.train.lr_scheduler_kwargs, recipe.train.learning_rate)
     for tool in recipe.train.report_to:
         if importlib.util.find_spec(tool) is None:
             raise ConfigError(f"train.report_to: {tool} is not installed", f"pip install {tool}")
@@ -200,11 +251,12 @@ def _instead(path: Path, split: str) -> str:
     return f"{meant}give the path of a {kinds} file or folder as seen from here, or a hub name (owner/name)"
 
 
-def _check_schedule(name: str, given: dict[str, float]) -> None:
-    """Refuse what a schedule does not take, and one that lacks what it needs; those by the loss take torch's own."""
+def _check_schedule(name: str, given: dict[str, float], rate: float) -> None:
+    """Refuse what a schedule does not take, one that lacks what it needs, and numbers that make none: transformers
+    would end in a trace once all is loaded, or let the learning rate rise."""
     takes, needs = SCHEDULES.get(name, ((), 0))
     written = f"train.lr_scheduler_kwargs of {name}"
-    if name not in ON_LOSS and (unknown := sorted(given.keys() - set(takes))):
+    if unknown := sorted(given.keys() - set(takes)):
         known = f"it takes {', '.join(takes)}" if takes else "leave it out: this schedule takes none"
         raise ConfigError(f"{written}: unknown key {unknown[0]}", known)
     if needs and not given.keys() & set(takes[:needs]):
@@ -213,3 +265,36 @@ def _check_schedule(name: str, given: dict[str, float]) -> None:
             f"{written}: {' or '.join(takes[:needs])} is missing",
             f"write train.lr_scheduler_kwargs: {{{takes[0]}: {example}}}",
         )
+    if {"min_lr", "min_lr_rate"} <= given.keys():
+        raise ConfigError(f"{written}: min_lr and min_lr_rate: each says where it ends", "leave one of them out")
+    for key, value in {**_TAKEN.get(name, {}), **given}.items():
+        limit = _LIMITS.get(key, _FROM_0)
+        if not limit.kept(value, rate):
+            default = "" if key in given else " (its default)"
+            must = limit.words.format(rate=rate)
+            raise ConfigError(f"{written}: {key} {value:g}{default} is not {must}", f"set {key} there: {must}")
+
+
+NO_WARMUP = ("constant", *ON_LOSS)
+"""Schedules that begin at the learning rate: transformers warms none of them up."""
+
+
+def missed_rate(train: Any, steps: int) -> str | None:
+    """Say why a run of so many steps has no warm-up although its `train` section asks for one, or never has the
+    learning rate that it names; None where it has both."""
+    asked = next((key for key in ("warmup_ratio", "warmup_steps") if key in train.model_fields_set), None)
+    warmup = 0 if asked is None else getattr(train, asked) or 0
+    if train.lr_scheduler in NO_WARMUP:
+        instead = "constant_with_warmup has one" if train.lr_scheduler == "constant" else "leave it out"
+        unused = f"train.{asked} {warmup:g} is not used: {train.lr_scheduler} has no warm-up ({instead})"
+        return unused if warmup else None
+    never = f"the run's {steps:,}: the learning rate never reaches {train.learning_rate:g}"
+    if asked == "warmup_steps" and warmup >= steps:
+        return f"train.warmup_steps {warmup:,} is not less than {never}"
+    numbers = train.lr_scheduler_kwargs
+    if "num_decay_steps" in numbers and "num_stable_steps" not in numbers:
+        first = train.warmup_steps if train.warmup_ratio is None else math.ceil(train.warmup_ratio * steps)
+        if first + numbers["num_decay_steps"] > steps:
+            decay = f"num_decay_steps {numbers['num_decay_steps']:g} of train.lr_scheduler_kwargs"
+            return f"{decay}, with {first:,} steps of warm-up, is more than {never}"
+    return None

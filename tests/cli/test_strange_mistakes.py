@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset, DatasetDict
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
@@ -152,6 +153,21 @@ MISTAKES = {
     "how long it decays": key(
         "train", "lr_scheduler", "warmup_stable_decay", "num_decay_steps is missing", "{num_decay_steps: 100}"
     ),
+    "full training of some linears": text(
+        yaml.safe_dump(RECIPE | {"adapter": {"method": "full", "target_modules": ["q_proj"]}}),
+        "adapter.method: full trains every weight: target_modules",
+        "set adapter.method: lora",
+    ),
+    "full training of some biases": text(
+        yaml.safe_dump(RECIPE | {"adapter": {"method": "full", "bias": "lora_only"}}),
+        "adapter.method: full trains every weight",
+        "set adapter.method: lora",
+    ),
+    "an odd rank": text(
+        yaml.safe_dump(RECIPE | {"adapter": {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 3}}}),
+        "orthogonal with an odd rank",
+        "use even ranks",
+    ),
     "two warm-ups": text(
         yaml.safe_dump(RECIPE | {"train": {"output": "out", "warmup_steps": 5, "warmup_ratio": 0.1}}),
         "train.warmup_steps and train.warmup_ratio",
@@ -221,6 +237,18 @@ def train(folder: Path, stories: Path, *overrides: str) -> Any:
     [
         ("data.eval=train.jsonl", "train.jsonl is trained, too"),
         ("train.warmup_steps=1000", "the learning rate never reaches 0.0002"),
+        (
+            "train.lr_scheduler=constant; train.warmup_steps=3",
+            "train.warmup_steps 3 is not used: constant has no warm-up (constant_with_warmup has one)",
+        ),
+        (
+            "train.lr_scheduler=constant; train.warmup_ratio=0.1",
+            "train.warmup_ratio 0.1 is not used",
+        ),
+        (
+            "train.lr_scheduler=warmup_stable_decay; train.lr_scheduler_kwargs={num_decay_steps: 3}",
+            "num_decay_steps 3 of train.lr_scheduler_kwargs, with 5 steps of warm-up, is more than the run's 1",
+        ),
         ("train.learning_rate=0.5", "train.learning_rate 0.5 is high"),
         ("data.train=saved", "saved: 4 rows"),  # what save_to_disk wrote is read
         (" train.max_steps = 1", "limited by max_steps"),
@@ -231,8 +259,20 @@ def test_what_may_be_meant_runs_and_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Dataset.from_list([{"prompt": "One day", "completion": " a cat sat."}] * 4).save_to_disk("saved")
-    result = train(tmp_path, stories, change)
+    result = train(tmp_path, stories, *change.split("; "))
     assert result.exit_code == 0 and says in result.output, result.output
+
+
+def test_a_warm_up_that_ends_is_not_complained_of(
+    tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that takes what is left of an epoch is a whole one: three here, not two."""
+    monkeypatch.chdir(tmp_path)
+    steps = ("train.max_steps=null", "train.epochs=3", "train.gradient_accumulation_steps=2", "train.warmup_steps=2")
+    result = train(tmp_path, stories, *steps, "train.logging_steps=1")
+    assert result.exit_code == 0 and "never reaches" not in result.output, result.output
+    rates = [step["learning_rate"] for step in json.loads(Path("out/run.json").read_text())["steps"]]
+    assert rates == [0, 1e-4, 2e-4]
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")])
@@ -257,9 +297,42 @@ def test_numbers_in_quotes_are_converted(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_schedules_take_what_transformers_functions_take() -> None:
     ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "warmup_type", "decay_type", "kwargs"}
+    on_loss = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": GreedyLR}
+    no_numbers = {"mode", "threshold_mode", "verbose", "smooth", "window_size"}  # the last needs `smooth`
     for name, function in TYPE_TO_SCHEDULER_FUNCTION.items():
         takes, _ = SCHEDULES.get(name.value, ((), 0))
-        assert set(inspect.signature(function).parameters) - ours == set(takes)
+        known = inspect.signature(on_loss.get(name.value, function)).parameters
+        assert set(known) - ours - no_numbers == set(takes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given", "problem"),
+    [
+        ("cosine_with_min_lr", {"min_lr_rate": 5}, "min_lr_rate 5 is not from 0 to 1"),
+        ("cosine_with_min_lr", {"min_lr": 0.01}, "min_lr 0.01 is not from 0 to train.learning_rate 0.0002"),
+        ("cosine_with_min_lr", {"min_lr": 1e-5, "min_lr_rate": 0.1}, "min_lr and min_lr_rate"),
+        ("cosine_with_restarts", {"num_cycles": 0}, "num_cycles 0 is not above 0"),
+        ("polynomial", {"lr_end": 1}, "lr_end 1 is not from 0 to less than train.learning_rate 0.0002"),
+        ("polynomial", {"power": -1}, "power -1 is not above 0"),
+        ("inverse_sqrt", {"timescale": 0}, "timescale 0 is not above 0"),
+        ("warmup_stable_decay", {"num_decay_steps": -1}, "num_decay_steps -1 is not 1 or more"),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "num_stable_steps": -1}, "num_stable_steps -1 is not 0 or more"),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "min_lr_ratio": 3}, "min_lr_ratio 3 is not from 0 to 1"),
+        ("reduce_lr_on_plateau", {"factor": 2}, "factor 2 is not above 0 and below 1"),
+        ("reduce_lr_on_plateau", {"factr": 0.5}, "unknown key factr"),
+        ("greedy", {"foo": 1}, "unknown key foo"),
+        ("greedy", {"factor": 0.5}, "min_lr 0.001 (its default) is not from 0 to train.learning_rate 0.0002"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_schedule_are_refused_at_once(
+    schedule: str, given: dict[str, float], problem: str, tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = [f"train.lr_scheduler={schedule}", f"train.lr_scheduler_kwargs={json.dumps(given)}"]
+    result = train(tmp_path, stories, *settings, "train.eval_steps=1", "data.eval=50%")
+    assert result.exit_code == 1 and problem in " ".join(result.stderr.split()), result.output
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(

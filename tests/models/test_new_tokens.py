@@ -101,6 +101,18 @@ def test_new_tokens_are_trained_saved_loaded_and_merged(stories: Path, tmp_path:
     assert (logits(merged, its_tokenizer) - before).norm() < 0.01 * before.norm()  # the weights' rounding to bfloat16
 
 
+def test_new_tokens_that_a_built_in_template_needs_end_its_turns(stories: Path, tmp_path: Path) -> None:
+    """They were added as ordinary ones, and the template said that the tokenizer lacked them."""
+    settings = recipe(tmp_path, stories, new_tokens=["<|im_start|>", "<|im_end|>", "<think>"])
+    data = settings.data.model_copy(update={"chat_template": "chatml"})
+    record = run(settings.model_copy(update={"data": data}), QUIET)
+    assert record.steps[-1]["loss"] < record.steps[0]["loss"]
+    _, tokenizer = load_model(tmp_path / "run/adapter", max_seq_length=256)
+    assert tokenizer.eos_token == "<|im_end|>"
+    added = tokenizer.added_tokens_decoder
+    assert [added[i].special for i in (512, 513, 514)] == [True, True, False]
+
+
 def test_modules_to_save_through_a_recipe(stories: Path, tmp_path: Path) -> None:
     run(recipe(tmp_path, stories, modules_to_save=["lm_head"], new_tokens=["<call>"]), QUIET)
     model, tokenizer = load_model(tmp_path / "run/adapter", max_seq_length=256)

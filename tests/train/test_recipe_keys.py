@@ -17,7 +17,7 @@ from trl import SFTConfig
 
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.config import Recipe
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.linears import unfused_reason
 from pronghorn.train.build import check_device, training_arguments
 from pronghorn.train.run import run
@@ -65,6 +65,19 @@ def test_what_was_taken_out_of_the_base_is_saved_as_plain_lora(
     again = make("again", model={"name": str(tmp_path / "run" / "adapter")}, train={**PLAIN, "max_steps": 1})
     assert run(again, QUIET).heldout["before"] == pytest.approx(record.heldout["after"], abs=2e-4)
     assert record.heldout["after"] < record.heldout["before"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_rank_above_what_a_weight_has_is_refused_before_training(init: str, make: Make) -> None:
+    """PEFT makes such adapters of a smaller rank, which could not be loaded to be saved when all was trained."""
+    wide = {"lora_dropout": 0.0, "init_lora_weights": init, "rank_pattern": {"k_proj": 48}}
+    with pytest.raises(ConfigError, match="with rank 48 of k_proj, whose weight has 32"):
+        run(make("run", adapter=wide, train=PLAIN), QUIET)
+
+
+def test_a_rank_of_a_pattern_has_the_limit_of_the_rank(make: Make) -> None:
+    with pytest.raises(ConfigError, match="rank_pattern 'q_proj' gives 5000, above 256, the most for this model"):
+        run(make("run", adapter={"rank_pattern": {"q_proj": 5000}}), QUIET)
 
 
 def test_a_pattern_of_no_module_is_refused(make: Make) -> None:
@@ -117,9 +130,22 @@ def test_a_seed_for_data_alone_changes_the_order_and_not_the_adapter(make: Make)
 def test_what_a_cpu_can_not_do_is_told(make: Make) -> None:
     with pytest.raises(ConfigError, match="graph: on without a CUDA device"):
         run(make("run", packing={"graph": "on"}), QUIET)
+    with pytest.raises(ConfigError, match="feed_forward: tiled without a CUDA device"):
+        run(make("run", memory={"feed_forward": "tiled"}), QUIET)
     console = Console(file=io.StringIO(), width=200)
     check_device(make("run", memory={"budget": "16GB"}), "cpu", console)
     assert "memory.budget 16GB is of GPU memory" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("attention", ["flash", "tiled"])
+def test_an_attention_that_can_not_be_served_is_refused_before_training(
+    attention: str, packs: bool, make: Make, tmp_path: Path
+) -> None:
+    """Padded batches never ask for it: the run ended in this error once all was trained, without its record."""
+    with pytest.raises(UnsupportedError, match=f"attention '{attention}' was asked for, but device cpu has no"):
+        run(make("run", packing={"attention": attention, "enabled": packs}, train=PLAIN), QUIET)
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
 
 
 def test_names_between_commas_are_a_list(make: Make) -> None:

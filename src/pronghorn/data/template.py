@@ -58,7 +58,8 @@ class Template:
         if missing:
             raise ConfigError(
                 f"data.chat_template: {self.name} needs special tokens that the tokenizer lacks: {', '.join(missing)}",
-                "choose the template of the model's own family, or a .jinja file that writes tokens it has",
+                "choose the template of the model's own family, or a .jinja file that writes tokens it has; "
+                "adapter.new_tokens adds and trains tokens",
             )
         tokenizer.chat_template = self.text
         if self.end is not None:

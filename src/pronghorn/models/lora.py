@@ -18,6 +18,7 @@ from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
 from pronghorn.models.families import base_causal_lm, check_config, check_subject, decoder_layers, has_experts
 from pronghorn.models.reach import end_names, reached_linears
+from pronghorn.recipe_sections import CHANGES_BASE
 
 DENSE_MLP = tuple(name for group in GatedMLP().linears for name in group)
 """A gated MLP's linears by their usual names, which lists of targets hold even for models with experts."""
@@ -120,6 +121,11 @@ def add_lora(
         raise ConfigError(f"target module {module!r} is no linear", f"use some of {', '.join(own)}")
     _check_target_parameters(model, target_parameters or (), lora_dropout)
     _check_patterns({**(rank_pattern or {}), **(alpha_pattern or {})}, names)
+    if high := next(((name, rank) for name, rank in (rank_pattern or {}).items() if rank > most), None):
+        raise ConfigError(
+            f"rank_pattern {high[0]!r} gives {high[1]}, above {most}, the most for this model",
+            f"use a rank from 1 to {most}",
+        )
     check_whole_modules(model, modules_to_save or ())
     ends = bool(set(end_names(base_causal_lm(model))) & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
@@ -148,6 +154,8 @@ def add_lora(
         torch.manual_seed(random_state)
         # adapters of a model without weights have none either
         adapted = get_peft_model(model, config, low_cpu_mem_usage=device.type == "meta")
+    if str(init_lora_weights).startswith(CHANGES_BASE):
+        _check_ranks(adapted, init_lora_weights)
     if dtype is not None:
         cast_adapters(adapted, dtype)
     return adapted
@@ -289,6 +297,19 @@ def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
                 f"rank_pattern or alpha_pattern {pattern!r} {what}",
                 "name a module of the model, with a number from 1 on",
             )
+
+
+def _check_ranks(adapted: Any, init: bool | str) -> None:
+    """Refuse adapters that are taken out of smaller weights than their rank: PEFT makes them smaller than it says, and
+    can't load what it saves."""
+    for name, module in adapted.named_modules():
+        for adapter, a in getattr(module, "lora_A", {}).items():
+            if a.weight.shape[0] != module.r[adapter]:
+                own, rank = name.rsplit(".", 1)[-1], module.r[adapter]
+                raise ConfigError(
+                    f"init_lora_weights = {init!r} with rank {rank} of {own}, whose weight has {a.weight.shape[0]}",
+                    f"use a rank of {a.weight.shape[0]} or less there (rank_pattern), or another init_lora_weights",
+                )
 
 
 def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float) -> None:

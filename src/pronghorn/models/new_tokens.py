@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.reach import end_names
 
 
-def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+def add_tokens(tokenizer: Any, tokens: Sequence[str], special: Collection[str] = ()) -> None:
     """Make each of `tokens` one token of the tokenizer, an ordinary one: it may stand in what the model learns to say.
+    Those that are `special`, as a chat template ends turns with them, may not.
 
     Raises ConfigError for one that is empty, named twice, or known already.
     """
@@ -27,7 +28,7 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
                 f"adapter.new_tokens: {token!r} {what}",
                 "name tokens that the tokenizer doesn't have, each once",
             )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=token in special) for token in tokens])
 
 
 @torch.no_grad()

@@ -283,6 +283,10 @@ def check_device(recipe: Recipe, device: str, console: Console) -> None:
         return
     if recipe.packing.graph == "on":
         raise ConfigError("packing.graph: on without a CUDA device", "leave packing.graph out: auto uses one on GPUs")
+    if recipe.memory.feed_forward == "tiled":
+        raise ConfigError(
+            "memory.feed_forward: tiled without a CUDA device: tiles are fused layers'", "leave memory.feed_forward out"
+        )
     if recipe.precision.compute != "dtype":
         raise ConfigError(
             f"precision.compute: {recipe.precision.compute} without a CUDA device", "leave precision.compute out here"

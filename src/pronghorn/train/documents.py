@@ -38,7 +38,7 @@ def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:
     template = find_template(recipe.data.chat_template)
     tokenizer = found.tokenizer()
     if recipe.adapter.new_tokens:
-        add_tokens(tokenizer, recipe.adapter.new_tokens)
+        add_tokens(tokenizer, recipe.adapter.new_tokens, special=() if template is None else template.needs)
     if template is not None:
         template.apply(tokenizer)
     return tokenizer

@@ -27,6 +27,7 @@ from pronghorn.models.attach import Handle
 from pronghorn.models.load import trainable_parameters
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
+from pronghorn.recipe_checks import missed_rate
 from pronghorn.recipe_sections import CHANGES_BASE
 from pronghorn.text import counted
 from pronghorn.train.build import autocast_dtype, check_device, load, make_trainer, planned_steps, training_arguments
@@ -170,6 +171,7 @@ def _build(
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = make_trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress], args)
     check_ids("data.eval", heldout, tokenizer, model)
+    handle.paths(autocast_dtype(recipe))  # an attention that can't be served is refused now, not at the end
     if handle.isolation is not None:
         console.print(f"Probe: {escape(str(handle.isolation))}", highlight=False)
     trainer.recipe, trainer.checked = recipe_hash(recipe), newest
@@ -198,10 +200,8 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
         less = f"more than the {micro_batches:,} micro-batches of an epoch: each step is a whole epoch"
         console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
-    steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * micro_batches / accumulated)
-    if recipe.train.warmup_steps >= steps and "warmup_steps" in recipe.train.model_fields_set:
-        less = f"not less than the run's {steps:,}: the learning rate never reaches {recipe.train.learning_rate:g}"
-        console.print(f"[yellow]train.warmup_steps {recipe.train.warmup_steps:,} is {less}[/]")
+    if (missed := missed_rate(recipe.train, planned_steps(trainer))) is not None:
+        console.print(f"[yellow]{missed}[/]")
     if recipe.train.learning_rate > HIGH and "sgd" not in recipe.train.optimizer:
         console.print(f"[yellow]train.learning_rate {recipe.train.learning_rate:g} is high: LoRA takes about 2e-4[/]")
     return packing
