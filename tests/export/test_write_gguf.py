@@ -350,10 +350,10 @@ def test_an_adapter_s_export_leaves_the_run_s_own_alone(stories: Path, tmp_path:
 
 def test_a_whole_model_is_exported(stories: Path, tmp_path: Path) -> None:
     """Without a template and held-out rows nothing can be compared, and that is told."""
-    exported = export_run(stories, "gguf", tmp_path / "out", "f16")
+    exported = export_run(stories, "gguf", tmp_path / "out of it", "f16")
     comparison = exported.comparisons[0]
     assert not comparison.ok and not any(check.ok is False for check in comparison.checks)
-    assert exported.next == f"llama-server -m {tmp_path / 'out' / 'model-f16.gguf'}"
+    assert exported.next == f"llama-server -m '{tmp_path}/out of it/model-f16.gguf'"
 
 
 def test_float32_weights_are_rounded_once(stories: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -173,7 +174,7 @@ def export_run(
             notes.insert(0, _measured(trained, exported, tokenizer, rows, onto, say)[1])
         _describe(folder, to, run, comparisons, notes)
     file = next(iter(sorted(target.glob("*.gguf"))), target)
-    line = FORMATS[to].next.format(folder=target, file=file)
+    line = FORMATS[to].next.format(folder=shlex.quote(str(target)), file=shlex.quote(str(file)))
     if to in BY_VLLM and line.startswith("vllm") and on_cpu:
         line += " --dtype float32"  # the checkpoint's own 16 bits are slower there, and less exact
     return Exported(target, tuple(comparisons), line, tuple(notes))
