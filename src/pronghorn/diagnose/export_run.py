@@ -137,6 +137,9 @@ def export_run(
     say(f"loading {run}")
     session = load_chat(run)
     trained, tokenizer = session.models.get("trained") or session.models["model"], session.tokenizer
+    if to == "fp8" and (has_experts(base_causal_lm(trained).config) or composite_of(trained) is not None):
+        # before the whole model is merged for it
+        raise UnsupportedError(f"{run} has experts or towers, which aren't written in 8 bits", "use --to merged")
     rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
     exported, base, notes, unlike = trained, session.models.get("base"), list[str](), None
     adapter = run if is_export(run) else run / "adapter"
