@@ -172,6 +172,42 @@ def test_a_chat_with_a_server_streams_and_remembers(engine: TransformersEngine) 
     assert all(body["stream"] for _, body in stub.requests)
 
 
+def streamed(*choices: dict[str, Any]) -> bytes:
+    return b"".join(f"data: {json.dumps({'choices': [choice]})}\n\n".encode() for choice in choices)
+
+
+def test_a_stream_that_is_cut_is_no_whole_answer(engine: TransformersEngine) -> None:
+    half = streamed({"delta": {"content": "half an"}})
+    with serving(Stub(engine, streamed=("text/event-stream", half))) as url:
+        refused(command("chat", "--served", url, text="Who?\n"), "ended in the middle of an answer", "server's log")
+    for end in (streamed({"delta": {}, "finish_reason": "stop"}), b"data:[DONE]\n\n"):
+        with serving(Stub(engine, streamed=("text/event-stream; charset=utf-8", half + end))) as url:
+            result = command("chat", "--served", url, text="Who?\n")
+        assert result.exit_code == 0 and result.stdout.strip() == "half an", result.output
+
+
+def test_an_answer_that_is_no_stream_is_read_or_refused(engine: TransformersEngine) -> None:
+    whole = json.dumps({"choices": [{"message": {"role": "assistant", "content": "whole"}}]}).encode()
+    with serving(Stub(engine, streamed=("application/json", whole))) as url:
+        result = command("chat", "--served", url, text="Who?\n")
+    assert result.exit_code == 0 and result.stdout.strip() == "whole", result.output
+    with serving(Stub(engine, streamed=("application/json", b'{"error": "loading"}'))) as url:
+        refused(command("chat", "--served", url, text="Who?\n"), "fails: loading", "server's log")
+    with serving(Stub(engine, streamed=("text/html", b"<html>"))) as url:
+        refused(command("chat", "--served", url, text="Who?\n"), "is no JSON but text/html", "OpenAI-compatible")
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_shown_and_not_sent_back_as_an_answer_s_text(engine: TransformersEngine, name: str) -> None:
+    pieces = streamed({"delta": {name: "Hm, "}}, {"delta": {name: "so."}}, {"delta": {"content": "A "}})
+    pieces += streamed({"delta": {"content": "cat."}, "finish_reason": "stop"})
+    stub = Stub(engine, streamed=("text/event-stream", pieces))
+    with serving(stub) as url:
+        result = command("chat", "--served", url, text="Who?\nWhy?\n")
+    assert result.stdout.strip() == "\n".join(["Hm, so.", "", "A cat."] * 2), result.output
+    assert stub.requests[1][1]["messages"][1] == {"role": "assistant", "content": "A cat."}
+
+
 @pytest.fixture(scope="module")
 def merged(answering_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pronghorn.export.merge import save_merged

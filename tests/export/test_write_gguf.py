@@ -350,10 +350,10 @@ def test_an_adapter_s_export_leaves_the_run_s_own_alone(stories: Path, tmp_path:
 
 def test_a_whole_model_is_exported(stories: Path, tmp_path: Path) -> None:
     """Without a template and held-out rows nothing can be compared, and that is told."""
-    exported = export_run(stories, "gguf", tmp_path / "out", "f16")
+    exported = export_run(stories, "gguf", tmp_path / "out of it", "f16")
     comparison = exported.comparisons[0]
     assert not comparison.ok and not any(check.ok is False for check in comparison.checks)
-    assert exported.next == f"llama-server -m {tmp_path / 'out' / 'model-f16.gguf'}"
+    assert exported.next == f"llama-server -m '{tmp_path}/out of it/model-f16.gguf'"
 
 
 def test_float32_weights_are_rounded_once(stories: Path, tmp_path: Path) -> None:
@@ -386,6 +386,14 @@ def test_a_file_with_experts_is_compared_by_llama_cpp_alone(
     assert exported.comparisons == ()
     tensors = read_header(exported.folder / "model-f32.gguf").tensors
     assert tensors["blk.0.ffn_up_exps.weight"] == [64, 24, 8]  # the fastest dimension first
+
+
+def test_experts_in_8_bits_are_refused_by_the_run_s_name(stories: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    folder = save(tiny_model("qwen3_moe", vocab_size=len(tokenizer)), tokenizer, tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=r"/model has experts or towers.*use --to merged"):
+        export_run(folder, "fp8", tmp_path / "out", "q8_0")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_llama_cpp_computes_otherwise_is_told(

@@ -314,6 +314,15 @@ def test_documents_of_a_batch_become_one_row_and_that_is_told(place: Path) -> No
     assert "micro_batch_size: 2 documents there; a packed row holds many" in result.output
 
 
+@pytest.mark.parametrize(("own", "read"), [(5, 5), (500, None)])
+def test_of_two_limits_of_rows_the_smaller_holds(own: int, read: int | None, place: Path) -> None:
+    info = {"alpaca": {"file_name": "identity.json", "num_samples": own}}
+    (place / "data/dataset_info.json").write_text(json.dumps(info))
+    _, recipe, _ = convert(f"{FACTORY}dataset: alpaca\nmax_samples: 10\n", place)
+    assert recipe is not None and recipe["data"]["max_samples"] == 10
+    assert recipe["data"]["train"][0].get("max_samples") == read
+
+
 def test_a_dataset_info_that_is_no_json_is_told(place: Path) -> None:
     (place / "data/dataset_info.json").write_text("{")
     result, _, _ = convert(LLAMA_FACTORY["lora_sft"], place)

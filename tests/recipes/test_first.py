@@ -54,6 +54,11 @@ def test_without_anything_named_the_recipe_is_whole(place: Path) -> None:
     assert again.exit_code == 1 and "recipe.yaml is there already" in again.stderr
 
 
+def test_what_comes_next_takes_a_path_with_spaces(place: Path) -> None:
+    result = invoke("init", "my own.yaml", "--recipe", "texts")
+    assert result.stdout.endswith("data inspect 'my own.yaml', then pronghorn train 'my own.yaml'\n")
+
+
 def test_documents_longer_than_a_row_are_split(place: Path, stories: Path) -> None:
     with (place / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"question": "Say it.", "answer": "cat " * 2000}) + "\n")

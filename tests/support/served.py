@@ -106,6 +106,8 @@ class Stub:
     """Of every answer but the list of models."""
     body: bytes | None = None
     """Every answer, if it isn't JSON."""
+    streamed: tuple[str, bytes] | None = None
+    """The media type and the bytes of an answer that is asked for as a stream, and then the connection's end."""
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     """The Authorization of each request."""
@@ -201,6 +203,11 @@ def serving(stub: Stub, port: int = 0) -> Iterator[str]:
             stub.requests.append((self.path, body))
             if stub.status is not None:
                 self.reply({"error": {"message": "out of order"}}, stub.status)
+            elif body.get("stream") and stub.streamed is not None:
+                self.send_response(200)
+                self.send_header("Content-Type", stub.streamed[0])
+                self.end_headers()
+                self.wfile.write(stub.streamed[1])
             elif body.get("stream"):
                 done = stub.engine.complete(stub.ids(body), body["max_tokens"])
                 self.send_response(200)

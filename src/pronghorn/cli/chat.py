@@ -132,9 +132,11 @@ def converse(session: ChatSession | ServedChat, console: Console) -> None:
 def _show(session: ChatSession | ServedChat, text: str, console: Console) -> None:
     """Print all sides' replies."""
     if not hasattr(session, "replies"):
-        for piece in session.pieces(text):
-            console.print(Text(piece), end="", soft_wrap=True)
-        console.print()
+        try:
+            for piece in session.pieces(text):
+                console.print(Text(piece), end="", soft_wrap=True)
+        finally:  # what is told of an answer that stops has a line of its own
+            console.print()
         return
     if not console.is_terminal or console.width < WIDE:
         for side, reply in session.replies(text):

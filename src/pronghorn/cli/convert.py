@@ -9,7 +9,7 @@ import typer
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, write_new
+from pronghorn.cli.options import Debug, tell_next, write_new
 
 OTHERWISE = "name another file: --output OTHER.yaml"
 
@@ -45,4 +45,4 @@ def convert(
         for name, why in draft.lost.items():
             console.print(f"no equivalent  {name}: {why}", markup=False)
         console.print(f"{output} is written; {len(draft.lost)} keys have no equivalent.", markup=False)
-        console.print(f"Next: pronghorn data inspect {output}, then pronghorn train {output}", markup=False)
+        tell_next(console, output)

@@ -10,7 +10,7 @@ import typer
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Method, write_new
+from pronghorn.cli.options import Debug, Method, tell_next, write_new
 from pronghorn.cli.shipped import choose, recipes
 from pronghorn.errors import ConfigError
 
@@ -45,7 +45,7 @@ def _copy(name: str, output: Path, given: dict[str, Any], console: Console) -> N
         )
     write_new(output, text, _instead(output))
     console.print(f"{output} is written: set model.name and data.train in it.", markup=False)
-    console.print(f"Next: pronghorn data inspect {output}, then pronghorn train {output}", markup=False)
+    tell_next(console, output)
 
 
 Task = Literal["sft", "pretrain", "dpo", "kto", "orpo", "grpo"]
@@ -110,4 +110,4 @@ def init(
         draft = first_recipe(task, method, model, data, device)
         write_new(output, draft.text(head(Machine.of(device), data)))
         console.print(f"{output} is written.", markup=False)
-        console.print(f"Next: pronghorn data inspect {output}, then pronghorn train {output}", markup=False)
+        tell_next(console, output)

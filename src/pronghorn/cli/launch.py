@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile
+from pronghorn.cli.options import Debug, Overrides, RecipeFile, write_new
 from pronghorn.errors import ConfigError
 
 SCRIPT = """\
@@ -79,9 +79,8 @@ def launch(
         text = SCRIPT.format(
             name=_job_name(recipe), nodes=machines, gpus=count, time=time, threads=8, arguments=arguments
         )
-        if path.exists() and path.read_text() != text:
-            raise ConfigError(f"{path} is there already, with other lines", "name another file by --output, or move it")
-        path.write_text(text)
+        if not (path.is_file() and path.read_bytes() == text.encode()):
+            write_new(path, text, "it has other lines: name another file by --output, or move it")
         console = Console(highlight=False)
         console.print(escape(text), soft_wrap=True)
         console.print(

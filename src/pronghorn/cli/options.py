@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,12 @@ def progress() -> Callable[[str], None]:
     """Make a function that prints on stderr what is being done, and after how many seconds."""
     console, began = Console(stderr=True, highlight=False), time.monotonic()
     return lambda text: console.print(f"{time.monotonic() - began:4.0f} s  {text}", style="dim", markup=False)
+
+
+def tell_next(console: Console, recipe: Path) -> None:
+    """Print what follows a recipe that was written, as a shell takes it."""
+    name = shlex.quote(str(recipe))
+    console.print(f"Next: pronghorn data inspect {name}, then pronghorn train {name}", markup=False)
 
 
 def write_new(path: Path, text: str, otherwise: str = "give another name") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -136,6 +137,9 @@ def export_run(
     say(f"loading {run}")
     session = load_chat(run)
     trained, tokenizer = session.models.get("trained") or session.models["model"], session.tokenizer
+    if to == "fp8" and (has_experts(base_causal_lm(trained).config) or composite_of(trained) is not None):
+        # before the whole model is merged for it
+        raise UnsupportedError(f"{run} has experts or towers, which aren't written in 8 bits", "use --to merged")
     rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
     exported, base, notes, unlike = trained, session.models.get("base"), list[str](), None
     adapter = run if is_export(run) else run / "adapter"
@@ -173,7 +177,7 @@ def export_run(
             notes.insert(0, _measured(trained, exported, tokenizer, rows, onto, say)[1])
         _describe(folder, to, run, comparisons, notes)
     file = next(iter(sorted(target.glob("*.gguf"))), target)
-    line = FORMATS[to].next.format(folder=target, file=file)
+    line = FORMATS[to].next.format(folder=shlex.quote(str(target)), file=shlex.quote(str(file)))
     if to in BY_VLLM and line.startswith("vllm") and on_cpu:
         line += " --dtype float32"  # the checkpoint's own 16 bits are slower there, and less exact
     return Exported(target, tuple(comparisons), line, tuple(notes))

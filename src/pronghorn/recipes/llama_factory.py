@@ -188,4 +188,7 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
     if renamed := {ours: name for ours, name in renamed.items() if ours != name}:
         source["columns"] = renamed
     common.of_hub(source, dict(entry), {"split": "split", "subset": "config", "num_samples": "max_samples"})
+    most = draft.recipe.get("data", {}).get("max_samples")
+    if most is not None and source.get("max_samples", most) > most:
+        del source["max_samples"]  # there both hold; here a source's own goes before data.max_samples
     return source

@@ -88,13 +88,16 @@ class ServedChat:
         self.history = []
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Yield the pieces of the reply to the user's `text` as they come. A turn that fails is not remembered."""
+        """Yield the pieces of the reply to the user's `text` as they come. A turn that fails is not remembered, nor is
+        reasoning, which is no part of an answer's text."""
         turns = [*self.history, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        reply = ""
-        for piece in self.server.stream([*system, *turns], self.max_new_tokens, self.temperature):
+        reply, thinking = "", False
+        for thought, piece in self.server.stream([*system, *turns], self.max_new_tokens, self.temperature):
+            thinking = thinking or bool(thought)
+            yield f"{thought}\n\n{piece}" if thinking and piece else f"{thought}{piece}"
+            thinking = thinking and not piece
             reply += piece
-            yield piece
         self.history = [*turns, {"role": "assistant", "content": reply}]
 
 

@@ -65,14 +65,22 @@ class Server:
         return self._json(path, body)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
-        """Send JSON and yield the events of the answer, each JSON."""
+        """Send JSON and yield the events of the answer, each JSON; the whole answer where it is no stream.
+
+        Raises:
+            ServerError: the stream ended before it said so: Python's client takes a connection that is cut for its end.
+        """
         with self._open(path, {**body, "stream": True}) as response:
+            if (kind := response.headers.get_content_type()) != "text/event-stream":
+                yield self._parsed(path, response.read(MOST_BYTES).decode("utf-8", "replace"), kind)
+                return
             for line in response:
                 data = line.decode("utf-8", "replace").strip()
-                if data == "data: [DONE]":
+                if data.startswith("data:") and data.removeprefix("data:").strip() == "[DONE]":
                     return
                 if data.startswith("data:"):
                     yield self._parsed(path, data.removeprefix("data:"), "")
+        raise ServerError(f"{self.url}{path} ended in the middle of an answer", "look at the server's log")
 
     def _json(self, path: str, body: dict[str, Any] | None) -> Any:
         with self._open(path, body) as response:

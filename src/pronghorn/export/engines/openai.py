@@ -104,19 +104,23 @@ class OpenAIServer:
         message = choice.get("message")
         if not isinstance(message, dict) or message.get("tool_calls"):
             raise NotServed("the server answers with a call of a tool, not a text", "start it without a tool parser")
-        thought = message.get("reasoning_content") or message.get("reasoning") or ""
-        return _completion(table, choice, f"{thought}{message.get('content') or ''}")
+        return _completion(table, choice, f"{_thought(message)}{message.get('content') or ''}")
 
-    def stream(self, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float) -> Iterator[str]:
-        """Yield the pieces of an answer as they are made."""
+    def stream(
+        self, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the pieces of an answer as they are made, of its reasoning and of its text."""
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
         for event in self.server.stream("/v1/chat/completions", body):
             if isinstance(event, dict) and event.get("error"):
                 raise ServerError(f"{self.server.url} fails: {str(event['error'])[:200]}", "look at the server's log")
             choices = event.get("choices") if isinstance(event, dict) else None
-            delta = choices[0].get("delta") if choices and isinstance(choices[0], dict) else None
+            choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+            delta = choice.get("delta") or choice.get("message")  # a message: the server doesn't stream
             if isinstance(delta, dict):
-                yield str(delta.get("reasoning_content") or "") + str(delta.get("content") or "")
+                yield _thought(delta), str(delta.get("content") or "")
+            if choice.get("finish_reason"):  # some servers say nothing after it
+                return
 
     def _generate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Ask for a text and its token ids; for the text alone where a server refuses the fields that ask for ids."""
@@ -250,6 +254,11 @@ def _choice(table: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise NotServed("the server's answer has no choices", "use an OpenAI-compatible server")
     return choices[0]
+
+
+def _thought(message: Mapping[str, Any]) -> str:
+    """Return a message's reasoning; vLLM's newer versions and Ollama call it so, others `reasoning_content`."""
+    return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
 
 def _completion(table: dict[str, Any], choice: dict[str, Any], text: Any) -> Completion:
