@@ -53,7 +53,9 @@ def _problem(base: Any) -> str | None:
     short, long = LENGTHS
     vocabulary = base.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (2, long), generator=generator, device="cpu").to(base.device)
+    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (2, long), generator=generator, device="cpu").to(
+        base.device
+    )
     mask = torch.ones_like(ids)
     mask[0, short:] = 0
     exact = not any(True for layer in decoder_layers(base) for _ in expert_counts(layer))
