@@ -1,9 +1,9 @@
-"""How long the probe of a generic family takes before its first step: an 8B that no family's file knows.
+"""How long the probe of a generic family takes before its first step: a model of some 8B that no family's file knows.
 
     python -m benchmarks.probe_cost --out probe-cost.json
 
-The model is a StarCoder 2 of about Llama-3.1-8B's sizes with random weights in bfloat16, made on the device, with LoRA r16.
-The probe runs three times, each from the beginning: the first also compiles and warms up. Ends with code 1 where
+The model is a StarCoder 2 of about Llama-3.1-8B's sizes with random weights in bfloat16, made on the device, with LoRA
+r16. The probe runs three times, each from the beginning: the first also compiles and warms up. Ends with code 1 where
 documents mix or a probe takes more than `--most` seconds.
 """
 
