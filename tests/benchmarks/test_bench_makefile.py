@@ -27,6 +27,9 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 EARLIER = {
+    "accuracy-int8": "accuracy",
+    "accuracy-int8-instructions": "accuracy-instructions",
+    "precision-int8": "precision",
     "ablations-llama-3.2-1b-graph": "ablations-llama-3.2-1b",
     "cards-1b-judged-by-forwards": "cards-1b",
     "cards-3b-by-tokens": "cards-3b",
