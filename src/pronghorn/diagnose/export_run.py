@@ -23,7 +23,7 @@ from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.engines.vllm import serve_vllm
 from pronghorn.export.folder import whole_folder
-from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
+from pronghorn.export.fp8_checkpoint import check_parts, write_fp8_checkpoint
 from pronghorn.export.gguf import (
     check_quantisations,
     left_out,
@@ -137,9 +137,8 @@ def export_run(
     say(f"loading {run}")
     session = load_chat(run)
     trained, tokenizer = session.models.get("trained") or session.models["model"], session.tokenizer
-    if to == "fp8" and (has_experts(base_causal_lm(trained).config) or composite_of(trained) is not None):
-        # before the whole model is merged for it
-        raise UnsupportedError(f"{run} has experts or towers, which aren't written in 8 bits", "use --to merged")
+    if to == "fp8":  # refused before the whole model is merged for it
+        check_parts(run, base_causal_lm(trained).config, composite_of(trained), "use --to merged")
     rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
     exported, base, notes, unlike = trained, session.models.get("base"), list[str](), None
     adapter = run if is_export(run) else run / "adapter"

@@ -31,6 +31,17 @@ SHARD_BYTES = 5 * 10**9
 """Of weights, that a file holds at most, or one tensor."""
 
 
+def check_parts(name: Path, config: Any, composite: Any, remedy: str) -> None:
+    """Refuse a model with parts that aren't written in 8 bits.
+
+    Raises:
+        UnsupportedError: it has towers or experts.
+    """
+    part = "towers" if composite is not None else "experts" if config is not None and has_experts(config) else None
+    if part is not None:
+        raise UnsupportedError(f"{name} has {part}, which aren't written in 8 bits", remedy)
+
+
 def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
     """Write a checkpoint in 16 bits (a merged model, for instance) with its linears in 8 bits.
 
@@ -50,19 +61,14 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
     path, target = Path(source), Path(folder)
     refuse_filled(target)
     found = find_model(path, max_seq_length=1) if path.is_dir() else None
-    if found is not None and found.composite is not None:
-        raise UnsupportedError(
-            f"{path} is a model with towers, which aren't written in 8 bits", "keep the 16-bit checkpoint"
-        )
     config = None if found is None else found.config
+    check_parts(path, config, found and found.composite, "keep the 16-bit checkpoint")
     if config is None:
         raise ConfigError(
             f"{path} is no folder of a whole model", "merge an adapter first, with save_pretrained_merged"
         )
     if quantisation_of(config):
         raise UnsupportedError(f"{path} is quantised already", "give the 16-bit checkpoint")
-    if has_experts(config):
-        raise UnsupportedError(f"{path} has experts, which aren't written in 8 bits", "keep the 16-bit checkpoint")
     model = without_weights(config, config.dtype, None)
     head = model.get_output_embeddings()
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}

@@ -150,7 +150,7 @@ def write_model(
             name: original.tower(name) if original and name in towers else unwritten.pop(name).contiguous()
             for name in names
         }
-        save_file(_apart(shard), folder / file, metadata={"format": "pt"})
+        save_file(_without_shared_memory(shard), folder / file, metadata={"format": "pt"})
         del shard  # before the next is read
     if split.is_sharded:
         index = {
@@ -161,14 +161,15 @@ def write_model(
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, those in one place copied but for the first: PEFT's repeated layers share frozen weights."""
-    places: set[int] = set()
-    apart = {}
+def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, with a copy of each that lies where an earlier one does: PEFT's repeated layers share frozen
+    weights, and safetensors writes none that are shared."""
+    addresses: set[int] = set()
+    separate = {}
     for name, tensor in tensors.items():
-        apart[name] = tensor.clone() if tensor.numel() and tensor.data_ptr() in places else tensor
-        places.add(tensor.data_ptr())
-    return apart
+        separate[name] = tensor.clone() if tensor.numel() and tensor.data_ptr() in addresses else tensor
+        addresses.add(tensor.data_ptr())
+    return separate
 
 
 def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor]) -> Any:

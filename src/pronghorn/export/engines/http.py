@@ -68,7 +68,7 @@ class Server:
         """Send JSON and yield the events of the answer, each JSON; the whole answer where it is no stream.
 
         Raises:
-            ServerError: the stream ended before it said so: Python's client takes a connection that is cut for its end.
+            ServerError: the stream ended without saying so; Python's client doesn't tell a connection that was cut.
         """
         with self._open(path, {**body, "stream": True}) as response:
             if (kind := response.headers.get_content_type()) != "text/event-stream":

@@ -257,7 +257,7 @@ def _choice(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thought(message: Mapping[str, Any]) -> str:
-    """Return a message's reasoning; vLLM's newer versions and Ollama call it so, others `reasoning_content`."""
+    """Return a message's reasoning: `reasoning` in Ollama and newer vLLM, `reasoning_content` in others."""
     return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
 
