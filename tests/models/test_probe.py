@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import pronghorn
 from pronghorn.data.batch import Collator
@@ -16,6 +17,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.families import decoder_layers
 from pronghorn.models.generic import Way
 from pronghorn.models.lora import add_lora
+from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import Leak, probe
 from support import causal_lms
 from support.generic import SMALL, generic_model
@@ -282,6 +284,23 @@ def test_the_probe_runs_under_the_policy_that_training_has(policy: Policy) -> No
     model = generic_model("starcoder2")
     pronghorn.attach(model, Plan((policy,)))
     assert probe(model).clean
+
+
+class _DefaultIsAGPU(TorchFunctionMode):
+    """Refuse what torch refuses under `torch.set_default_device("cuda")`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.randint and kwargs.get("generator") is not None and "device" not in kwargs:
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_probes_run_where_torch_s_default_device_is_a_gpu() -> None:
+    model = add_lora(tiny("starcoder2")).train()
+    pronghorn.attach(model)
+    with _DefaultIsAGPU():
+        assert str(probe(model)).startswith("no mixing")
+        require_padded(model)
 
 
 def test_weights_that_are_no_numbers_are_named_and_not_called_clean() -> None:
