@@ -185,14 +185,15 @@ SCHEDULES: dict[str, tuple[tuple[str, ...], int]] = {
     "greedy": ((*_ON_LOSS, "warmup", "max_lr", "reset_start"), 0),
 }
 """What each schedule takes as numbers, and of how many of these, from the first, it needs one."""
-_TAKEN = {"polynomial": {"lr_end": 1e-7}, "greedy": {"min_lr": 1e-3, "max_lr": 1.0}}
-"""What schedules take where nothing is said, of what must fit the learning rate."""
+_DEFAULTS = {"polynomial": {"lr_end": 1e-7}, "greedy": {"min_lr": 1e-3, "max_lr": 1.0}}
+"""transformers' own values of numbers that have to fit the learning rate."""
 
 
 class _Limit(NamedTuple):
-    """What a schedule's number must be: whether (number, learning rate) is so, and the words for it."""
+    """What a schedule's number must be."""
 
-    kept: Callable[[float, float], bool]
+    holds: Callable[[float, float], bool]
+    """Of the number and the learning rate."""
     words: str
 
 
@@ -252,8 +253,8 @@ def _instead(path: Path, split: str) -> str:
 
 
 def _check_schedule(name: str, given: dict[str, float], rate: float) -> None:
-    """Refuse what a schedule does not take, one that lacks what it needs, and numbers that make none: transformers
-    would end in a trace once all is loaded, or let the learning rate rise."""
+    """Refuse keys that a schedule does not take, one that lacks what it needs, and numbers out of range, with which
+    transformers would fail once all is loaded, or let the learning rate rise."""
     takes, needs = SCHEDULES.get(name, ((), 0))
     written = f"train.lr_scheduler_kwargs of {name}"
     if unknown := sorted(given.keys() - set(takes)):
@@ -267,9 +268,9 @@ def _check_schedule(name: str, given: dict[str, float], rate: float) -> None:
         )
     if {"min_lr", "min_lr_rate"} <= given.keys():
         raise ConfigError(f"{written}: min_lr and min_lr_rate: each says where it ends", "leave one of them out")
-    for key, value in {**_TAKEN.get(name, {}), **given}.items():
+    for key, value in {**_DEFAULTS.get(name, {}), **given}.items():
         limit = _LIMITS.get(key, _FROM_0)
-        if not limit.kept(value, rate):
+        if not limit.holds(value, rate):
             default = "" if key in given else " (its default)"
             must = limit.words.format(rate=rate)
             raise ConfigError(f"{written}: {key} {value:g}{default} is not {must}", f"set {key} there: {must}")

@@ -135,7 +135,7 @@ def _show(session: ChatSession | ServedChat, text: str, console: Console) -> Non
         try:
             for piece in session.pieces(text):
                 console.print(Text(piece), end="", soft_wrap=True)
-        finally:  # what is told of an answer that stops has a line of its own
+        finally:  # an error in the middle of an answer gets a line of its own
             console.print()
         return
     if not console.is_terminal or console.width < WIDE:

@@ -36,7 +36,7 @@ POLL = 0.05
 """Seconds between looks at the processes."""
 LAST_LINES = 20
 PORTS = range(20_000, 30_000)
-"""Of which that is drawn by which the processes find each other."""
+"""The port through which the processes find each other is drawn from these."""
 
 
 @dataclass(frozen=True)
@@ -250,11 +250,10 @@ class _Group:
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens on, of those that systems don't give to connections by themselves: NCCL and
-    other runs open many of these before the first process listens."""
-    candidates = random.SystemRandom().sample(PORTS, len(PORTS))
-    for port in candidates:
+    """Return a port that nobody listens on. Ports that the system gives to connections are left alone: NCCL or another
+    run may get that one before the first process listens."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
-    raise TrainingError(f"no port of {PORTS[0]} to {PORTS[-1]} can be listened on", "look who holds them: ss -ltn")
+    raise TrainingError(f"no port of {PORTS[0]} to {PORTS[-1]} can be listened on", "see who holds them: ss -ltn")

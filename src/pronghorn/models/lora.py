@@ -300,8 +300,8 @@ def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
 
 
 def _check_ranks(adapted: Any, init: bool | str) -> None:
-    """Refuse adapters that are taken out of smaller weights than their rank: PEFT makes them smaller than it says, and
-    can't load what it saves."""
+    """Refuse ranks above a weight's smaller size for adapters that are taken out of the weights: PEFT makes these
+    smaller than its configuration says, and can't load what it saves."""
     for name, module in adapted.named_modules():
         for adapter, a in getattr(module, "lora_A", {}).items():
             if a.weight.shape[0] != module.r[adapter]:

@@ -14,7 +14,7 @@ from pronghorn.models.reach import end_names
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str], special: Collection[str] = ()) -> None:
     """Make each of `tokens` one token of the tokenizer, an ordinary one: it may stand in what the model learns to say.
-    Those that are `special`, as a chat template ends turns with them, may not.
+    Those in `special` become special tokens: a chat template needs them as such.
 
     Raises ConfigError for one that is empty, named twice, or known already.
     """
