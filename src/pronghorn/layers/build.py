@@ -103,7 +103,11 @@ class LayerBuilder:
         if reason is not None or isinstance(block.kind, Experts):
             return _stock_block(layer, block, reason, self._codes(layer, block, dtype))
         storages = [self._storage(layer, block, group) for group in block.kind.linears]
-        linears = [FusedLinear(storage, dtype, self.compute, self.codes_written) for storage in storages]
+        attends = isinstance(block.kind, Attention)
+        linears = [
+            FusedLinear(storage, dtype, self.compute, self.codes_written, scores=attends and index == 0)
+            for index, storage in enumerate(storages)
+        ]
         before = NoNorm() if block.before is None else self.norm(layer.get_submodule(block.before))
         after = None if block.after is None else self.norm(layer.get_submodule(block.after))
         module: Any = layer.get_submodule(block.module)

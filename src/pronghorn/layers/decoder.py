@@ -160,7 +160,7 @@ class FusedLayers:
             check_float16(self.backbone.device)
         for layer in self.backbone.layers:
             for storage in self.builder.storages(layer, dtype):
-                if not fits_fp8(storage, dtype):
+                if not fits_fp8(storage, dtype, compute):
                     raise UnsupportedError(
                         f"compute = '{compute}' for {sizes_for_fp8(storage)}",
                         "leave compute out (products in the model's dtype)",
@@ -210,7 +210,7 @@ class FusedLayers:
         """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not."""
         asked = self.backbone.layers if self.builder.compute.is_fp8 else ()
         storages = [each for layer in asked for each in self.builder.storages(layer, dtype)]
-        products = [[base_of(linear) for linear in storage.linears] for storage in storages if fits_fp8(storage, dtype)]
+        products = [[base_of(linear) for linear in storage.linears] for storage in storages if fits_fp8(storage, dtype, self.builder.compute)]
         return [bases for bases in products if not bases[0].weight.requires_grad]
 
     def reason(self, autocast: torch.dtype | None) -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from pronghorn.kernels import adapter_gradients
 from pronghorn.kernels.adapter_gradients import matmul
 from pronghorn.kernels.fp8_blocks import has_own_codes
+from pronghorn.kernels.int8 import GROUP
 from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_written_out, unmerge_disabled
@@ -26,6 +27,7 @@ from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.memory.sharded import IN_BUFFER, lie_wide, narrowed
 from pronghorn.precision.compute import MULTIPLE, Compute
 from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, WrittenCodesSource, is_nf4
+from pronghorn.precision.int8 import Int8Source
 from pronghorn.precision.source import (
     Activation,
     CopiedSource,
@@ -47,10 +49,16 @@ class FusedLinear:
         storage: of linears that `linears.unfused_reason` doesn't refuse.
         compute: in what a frozen weight multiplies.
         codes_written: 8-bit codes of 16-bit weights are written out for each product, and none kept.
+        scores: it makes queries and keys, whose forward `int8` leaves in `dtype`: their gradients turn with it most.
     """
 
     def __init__(
-        self, storage: GroupStorage, dtype: torch.dtype, compute: Compute = Compute.DTYPE, codes_written: bool = False
+        self,
+        storage: GroupStorage,
+        dtype: torch.dtype,
+        compute: Compute = Compute.DTYPE,
+        codes_written: bool = False,
+        scores: bool = False,
     ) -> None:
         for linear in storage.linears:
             unmerge_disabled(linear)
@@ -66,13 +74,15 @@ class FusedLinear:
                 self.adapters.append((slice(end - width, end), adapter))
                 self.ranks[index] = len(adapter.a)
         self.full: bool = first.weight.requires_grad
-        self.in_fp8: bool = compute.is_fp8 and not self.full and fits_fp8(storage, dtype)
+        self.in_fp8: bool = compute.is_fp8 and not self.full and fits_fp8(storage, dtype, compute)
         self.read_narrow: list[Tensor] = []
         """Trained weights that other processes share, and whose 16 bits are gathered."""
         # rows of A that lie below W, so that dx is one product: [dy, s · dy B] [W; A]
         below = 0 if self.in_fp8 else storage.rank_below(dtype)
-        if self.in_fp8 and compute.forward_in_fp8:
-            self.source: WeightSource = _fp8_source(storage, compute, codes_written)
+        if self.in_fp8 and compute is Compute.INT8:
+            self.source: WeightSource = Int8Source(storage.integers(not scores), self._source(storage, below))
+        elif self.in_fp8 and compute.forward_in_fp8:
+            self.source = _fp8_source(storage, compute, codes_written)
         else:
             self.source = self._source(storage, below)
             if self.in_fp8:
@@ -206,15 +216,18 @@ class FusedLinear:
         return grads + [grad for pair in zip(das, dbs, strict=True) for grad in pair]
 
 
-def fits_fp8(storage: GroupStorage, dtype: torch.dtype) -> bool:
+def fits_fp8(storage: GroupStorage, dtype: torch.dtype, compute: Compute) -> bool:
     """Tell whether a group's weights can multiply in 8 bits.
 
     Activations have 16 bits, sizes are the products', and 4-bit blocks end with the rows.
     """
     weights = [base_of(linear) for linear in storage.linears]
     sizes = [size for base in weights for size in (base.in_features, base.out_features)]
-    if dtype is torch.float32 or any(size % MULTIPLE for size in sizes):
+    multiple = GROUP if compute is Compute.INT8 else MULTIPLE
+    if dtype is torch.float32 or any(size % multiple for size in sizes):
         return False
+    if compute is Compute.INT8:
+        return not any(is_written_out(base) or hasattr(base.weight, IN_BUFFER) for base in weights)
     return all(not is_4bit(base) or base.in_features % base.weight.blocksize == 0 for base in weights)
 
 

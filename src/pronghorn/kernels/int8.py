@@ -1,0 +1,163 @@
+"""Products in 8-bit integers of rows that are turned first, so that no number of a row stands out.
+
+    z_t = ((x_t · f) cut into groups of 64) H        H: Hadamard's matrix / 8, its own inverse
+    s_t = max_k |z_tk| / 127                         codes_tk = round(z_tk / s_t)
+    y   = s_x · (codes_x codes_Wᵀ) · s_W             summed exactly, in 32 bits
+
+f is a factor a column of x, and 1 / f one of W's: with f_k the root mean square of W's column k, what a channel of x
+weighs in y decides what share of the 8 bits it gets, and a channel of x that is scaled up while W's column is scaled
+down changes no code. H turns both operands alike, which leaves x Wᵀ as it is and spreads an outlier over its group
+(QuaRot: Ashkboos et al. 2024, arXiv:2404.00456).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.quantise import RowCodes
+
+GROUP = 64
+"""Columns that are turned together; K is a multiple."""
+LIMIT = 127.0
+SMALLEST = 1e-30
+"""The least scale: a row of zeros has it."""
+WIDEST = 32768
+"""Columns of a row that a program holds."""
+FEWEST = 16
+"""Rows of an operand of the tensor cores."""
+TILE = (128, 128, 128, 3, 8)
+"""Rows of x and of W and columns of both that a program multiplies at a time, stages, warps."""
+
+
+@cache
+def hadamard(device: torch.device) -> Tensor:
+    """Return H [64, 64] in float32."""
+    index = torch.arange(GROUP, device=device)
+    both = index[:, None] & index[None, :]
+    odd = sum((both >> bit) & 1 for bit in range(GROUP.bit_length() - 1)) % 2
+    return (1 - 2 * odd).float() / 8
+
+
+def quantise_turned_reference(x: Tensor, factors: Tensor) -> RowCodes:
+    """Do what `quantise_turned` does, in plain torch."""
+    wide = (x.float() * factors).reshape(len(x), -1, GROUP)
+    turned = (wide @ hadamard(x.device)).reshape(x.shape)
+    scales = (turned.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)
+    return RowCodes((turned * (1 / scales) + 0.5).floor().to(torch.int8), scales)
+
+
+@triton.jit
+def _turned(
+    x_ptr,  # [T, K]
+    factors_ptr,  # [K]
+    codes_ptr,  # [T, K]
+    scales_ptr,  # [T]
+    x_stride, K, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = cols < K
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    x *= tl.load(factors_ptr + cols, mask=inside, other=0.0)
+    # H: -1 where i and j share an odd number of bits
+    shared = tl.arange(0, GROUP)[:, None] & tl.arange(0, GROUP)[None, :]
+    shared ^= shared >> 4
+    shared ^= shared >> 2
+    shared ^= shared >> 1
+    h = (1 - 2 * (shared & 1)).to(tl.float32) * 0.125
+    z = tl.dot(x, h, input_precision="tf32")  # its 11 bits are enough for codes of 8
+    bad = tl.max(tl.max((z != z).to(tl.int32), 1), 0)
+    most = tl.max(tl.max(tl.abs(z), 1), 0)
+    scale = tl.where(bad > 0, float("nan"), tl.maximum(most * (1.0 / 127.0), 1e-30))
+    tl.store(scales_ptr + row, scale)
+    codes = tl.floor(z * tl.div_rn(1.0, scale) + 0.5)
+    tl.store(codes_ptr + row * K + cols, codes.to(tl.int8), mask=inside)
+
+
+def quantise_turned_triton(x: Tensor, factors: Tensor) -> RowCodes:
+    """Do what `quantise_turned` does, by its Triton kernel."""
+    count, size = x.shape
+    made = RowCodes(
+        torch.empty(count, size, dtype=torch.int8, device=x.device), torch.empty(count, 1, device=x.device)
+    )
+    groups = max(next_power_of_2(size // GROUP), FEWEST)
+    warps = min(max(groups * GROUP // 2048, 4), 16)
+    launch(_turned, (count,), x, factors, *made, x.stride(0), size, GROUPS=groups, GROUP=GROUP, num_warps=warps)
+    return made
+
+
+def quantise_turned(x: Tensor, factors: Tensor) -> RowCodes:
+    """Return the codes of x · factors, turned by groups of 64 columns; a row that isn't finite has a scale that isn't.
+
+    Args:
+        x: [T, K], its rows contiguous, K a multiple of 64 and at most 32,768; factors: float32 [K].
+    """
+    return quantise_turned_triton(x, factors) if x.is_cuda else quantise_turned_reference(x, factors)
+
+
+def int8_product_reference(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Do what `int8_product` does, in plain torch: sums beyond 2^24 are rounded to 24 bits."""
+    return ((a.float() @ b.float().t()) * a_scales * b_scales.view(1, -1)).to(dtype)
+
+
+@triton.jit
+def _product(
+    a_ptr,  # [M, K]
+    b_ptr,  # [N, K]
+    c_ptr,  # [M, N]
+    a_scales_ptr,  # [M]
+    b_scales_ptr,  # [N]
+    M, N, K, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    # `TOGETHER` tiles of rows go through all tiles of columns one after the other, so that b's stay in the cache
+    tile = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first = tile // (TOGETHER * tiles_n) * TOGETHER
+    size = min(tiles_m - first, TOGETHER)
+    rows = (first + (tile % (TOGETHER * tiles_n)) % size) * BM + tl.arange(0, BM)
+    cols = (tile % (TOGETHER * tiles_n)) // size * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    a = a_ptr + (rows % M).to(tl.int64)[:, None] * K + ks[None, :]
+    b = b_ptr + (cols % N).to(tl.int64)[None, :] * K + ks[:, None]
+    sums = tl.zeros((BM, BN), dtype=tl.int32)
+    for k in range(0, K, BK):
+        if WHOLE:  # tiles end with the rows
+            x, w = tl.load(a), tl.load(b)
+        else:
+            left = K - k
+            x = tl.load(a, mask=ks[None, :] < left, other=0)
+            w = tl.load(b, mask=ks[:, None] < left, other=0)
+        sums = tl.dot(x, w, sums, out_dtype=tl.int32)
+        a += BK
+        b += BK
+    a_scales = tl.load(a_scales_ptr + rows, mask=rows < M, other=0.0)
+    b_scales = tl.load(b_scales_ptr + cols, mask=cols < N, other=0.0)
+    y = sums.to(tl.float32) * a_scales[:, None] * b_scales[None, :]
+    to = c_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(to, y.to(c_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+def int8_product_triton(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Do what `int8_product` does, by its Triton kernel."""
+    (m, k), n = a.shape, len(b)
+    out = torch.empty(m, n, dtype=dtype, device=a.device)
+    bm, bn, bk, stages, warps = TILE
+    launch(
+        _product, (cdiv(m, bm) * cdiv(n, bn),), a, b, out, a_scales, b_scales, m, n, k,
+        WHOLE=k % bk == 0, BM=bm, BN=bn, BK=bk, TOGETHER=8, num_stages=stages, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def int8_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (a · a_scales) (b · b_scales)ᵀ [M, N] in `dtype`.
+
+    Args:
+        a: int8 [M, K]; a_scales: float32 [M, 1]; b: int8 [N, K]; b_scales: float32 [N]. All contiguous.
+    """
+    product = int8_product_triton if a.is_cuda else int8_product_reference
+    return product(a, a_scales, b, b_scales, dtype)
