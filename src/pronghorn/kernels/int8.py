@@ -1,6 +1,6 @@
 """Products in 8-bit integers of rows that are turned first, so that no number of a row stands out.
 
-    z_t = ((x_t · f) cut into groups of 64) H        H: Hadamard's matrix / 8, its own inverse
+    z_t = ((x_t · f) cut into groups of 64) H        H: Hadamard's matrix / 8, its own inverse; x · f in 16 bits
     s_t = max_k |z_tk| / 127                         codes_tk = round(z_tk / s_t)
     y   = s_x · (codes_x codes_Wᵀ) · s_W             summed exactly, in 32 bits
 
@@ -13,24 +13,42 @@ down changes no code. H turns both operands alike, which leaves x Wᵀ as it is 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
-from pronghorn.kernels.quantise import RowCodes
+from pronghorn.kernels.quantise import RowCodes, larger
 
 GROUP = 64
 """Columns that are turned together; K is a multiple."""
 LIMIT = 127.0
 SMALLEST = 1e-30
 """The least scale: a row of zeros has it."""
-WIDEST = 32768
-"""Columns of a row that a program holds."""
-FEWEST = 16
-"""Rows of an operand of the tensor cores."""
 TILE = (128, 128, 128, 3, 8)
-"""Rows of x and of W and columns of both that a program multiplies at a time, stages, warps."""
+"""Rows of x and of W and columns of both that a program multiplies at a time, stages, warps: two programs of this size
+fit a multiprocessor of Hopper, so that one multiplies while the other stores."""
+TOGETHER = 16
+"""Tiles of rows that go through all tiles of columns one after the other, so that W's stay in the cache."""
+RANKS = 64
+"""Ranks of adapters that are added at a time."""
+MIN_RANKS = 16
+
+
+class Setting(NamedTuple):
+    """How rows of up to so many columns are turned."""
+
+    columns: int
+    groups: int
+    """Groups that a program holds."""
+    warps: int
+    programs: int
+    """Of a multiprocessor."""
+
+
+SETTINGS = (Setting(4096, 64, 4, 16), Setting(8192, 64, 4, 16), Setting(16384, 64, 4, 16), Setting(1 << 30, 64, 4, 16))
+"""By one H200 (benchmarks.ops)."""
 
 
 @cache
@@ -44,10 +62,32 @@ def hadamard(device: torch.device) -> Tensor:
 
 def quantise_turned_reference(x: Tensor, factors: Tensor) -> RowCodes:
     """Do what `quantise_turned` does, in plain torch."""
-    wide = (x.float() * factors).reshape(len(x), -1, GROUP)
-    turned = (wide @ hadamard(x.device)).reshape(x.shape)
+    wide = (x.float() * factors).to(x.dtype).reshape(len(x), -1, GROUP)
+    turned = (wide.float() @ hadamard(x.device)).reshape(x.shape)
     scales = (turned.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)
     return RowCodes((turned * (1 / scales) + 0.5).floor().to(torch.int8), scales)
+
+
+@triton.jit
+def _turn(x_ptr, factors_ptr, cols, inside, h):
+    """Return (x · f) H in float32 of groups of a row."""
+    x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    x *= tl.load(factors_ptr + cols, mask=inside, other=0.0)
+    return tl.dot(x.to(h.dtype), h)
+
+
+@triton.jit
+def _scale(z):
+    """Return max |z| / 127, at least 1e-30; NaN if z has one."""
+    bad = tl.max(tl.max((z != z).to(tl.int32), 1), 0)
+    most = tl.max(tl.max(tl.abs(z), 1), 0)
+    return tl.where(bad > 0, float("nan"), tl.maximum(most * (1.0 / 127.0), 1e-30))
+
+
+@triton.jit
+def _rounded(z, inverse):
+    """Return z / s to the nearest whole number, in 8 bits."""
+    return tl.floor(z * inverse + 0.5).to(tl.int8)
 
 
 @triton.jit
@@ -56,37 +96,54 @@ def _turned(
     factors_ptr,  # [K]
     codes_ptr,  # [T, K]
     scales_ptr,  # [T]
-    x_stride, K, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    x_stride, T, K, PROGRAMS,
+    WHOLE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = cols < K
-    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    x *= tl.load(factors_ptr + cols, mask=inside, other=0.0)
     # H: -1 where i and j share an odd number of bits
     shared = tl.arange(0, GROUP)[:, None] & tl.arange(0, GROUP)[None, :]
     shared ^= shared >> 4
     shared ^= shared >> 2
     shared ^= shared >> 1
-    h = (1 - 2 * (shared & 1)).to(tl.float32) * 0.125
-    z = tl.dot(x, h, input_precision="tf32")  # its 11 bits are enough for codes of 8
-    bad = tl.max(tl.max((z != z).to(tl.int32), 1), 0)
-    most = tl.max(tl.max(tl.abs(z), 1), 0)
-    scale = tl.where(bad > 0, float("nan"), tl.maximum(most * (1.0 / 127.0), 1e-30))
-    tl.store(scales_ptr + row, scale)
-    codes = tl.floor(z * tl.div_rn(1.0, scale) + 0.5)
-    tl.store(codes_ptr + row * K + cols, codes.to(tl.int8), mask=inside)
+    h = ((1 - 2 * (shared & 1)).to(tl.float32) * 0.125).to(x_ptr.dtype.element_ty)
+    cols = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    for index in range(tl.program_id(0), T, PROGRAMS):
+        row = tl.cast(index, tl.int64)
+        x, codes = x_ptr + row * x_stride, codes_ptr + row * K
+        if WHOLE:
+            z = _turn(x, factors_ptr, cols, cols < K, h)
+            scale = _scale(z)
+            tl.store(codes + cols, _rounded(z, tl.div_rn(1.0, scale)), mask=cols < K)
+        else:
+            most = tl.zeros((GROUPS, GROUP), dtype=tl.float32)
+            for start in range(0, K, GROUPS * GROUP):
+                most = larger(most, _turn(x, factors_ptr, start + cols, start + cols < K, h))
+            scale = _scale(most)
+            inverse = tl.div_rn(1.0, scale)
+            for start in range(0, K, GROUPS * GROUP):  # x is in the cache
+                z = _turn(x, factors_ptr, start + cols, start + cols < K, h)
+                tl.store(codes + start + cols, _rounded(z, inverse), mask=start + cols < K)
+        tl.store(scales_ptr + row, scale)
 
 
-def quantise_turned_triton(x: Tensor, factors: Tensor) -> RowCodes:
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def quantise_turned_triton(x: Tensor, factors: Tensor, setting: Setting | None = None) -> RowCodes:
     """Do what `quantise_turned` does, by its Triton kernel."""
     count, size = x.shape
     made = RowCodes(
         torch.empty(count, size, dtype=torch.int8, device=x.device), torch.empty(count, 1, device=x.device)
     )
-    groups = max(next_power_of_2(size // GROUP), FEWEST)
-    warps = min(max(groups * GROUP // 2048, 4), 16)
-    launch(_turned, (count,), x, factors, *made, x.stride(0), size, GROUPS=groups, GROUP=GROUP, num_warps=warps)
+    setting = setting or next(each for each in SETTINGS if size <= each.columns)
+    whole = size <= setting.groups * GROUP
+    groups = max(next_power_of_2(size // GROUP), MIN_RANKS) if whole else setting.groups
+    programs = min(count, setting.programs * _multiprocessors(x.device))
+    launch(
+        _turned, (programs,), x, factors, *made, x.stride(0), count, size, programs,
+        WHOLE=whole, GROUPS=groups, GROUP=GROUP, num_warps=setting.warps,
+    )  # fmt: skip
     return made
 
 
@@ -94,14 +151,20 @@ def quantise_turned(x: Tensor, factors: Tensor) -> RowCodes:
     """Return the codes of x · factors, turned by groups of 64 columns; a row that isn't finite has a scale that isn't.
 
     Args:
-        x: [T, K], its rows contiguous, K a multiple of 64 and at most 32,768; factors: float32 [K].
+        x: [T, K] in 16 bits, its rows contiguous, K a multiple of 64.
+        factors: float32 [K], none so small or large that x times it leaves the range of x's dtype.
     """
     return quantise_turned_triton(x, factors) if x.is_cuda else quantise_turned_reference(x, factors)
 
 
-def int8_product_reference(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+def int8_product_reference(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, u: Tensor | None, v: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Do what `int8_product` does, in plain torch: sums beyond 2^24 are rounded to 24 bits."""
-    return ((a.float() @ b.float().t()) * a_scales * b_scales.view(1, -1)).to(dtype)
+    y = (a.float() @ b.float().t()) * a_scales * b_scales.view(1, -1)
+    if u is not None and v is not None:
+        y += u.float() @ v.float()
+    return y.to(dtype)
 
 
 @triton.jit
@@ -111,9 +174,12 @@ def _product(
     c_ptr,  # [M, N]
     a_scales_ptr,  # [M]
     b_scales_ptr,  # [N]
-    M, N, K, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
+    u_ptr,  # [M, R]
+    v_ptr,  # [R, N]
+    M, N, K, R,
+    WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
-    # `TOGETHER` tiles of rows go through all tiles of columns one after the other, so that b's stay in the cache
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     first = tile // (TOGETHER * tiles_n) * TOGETHER
@@ -137,27 +203,49 @@ def _product(
     a_scales = tl.load(a_scales_ptr + rows, mask=rows < M, other=0.0)
     b_scales = tl.load(b_scales_ptr + cols, mask=cols < N, other=0.0)
     y = sums.to(tl.float32) * a_scales[:, None] * b_scales[None, :]
+    if RANKS > 0:
+        for start in range(0, R, RANKS):
+            ranks = start + tl.arange(0, RANKS)
+            in_u = (rows < M)[:, None] & (ranks < R)[None, :]
+            u = tl.load(u_ptr + rows.to(tl.int64)[:, None] * R + ranks[None, :], mask=in_u, other=0.0)
+            in_v = (ranks < R)[:, None] & (cols < N)[None, :]
+            v = tl.load(v_ptr + ranks.to(tl.int64)[:, None] * N + cols[None, :], mask=in_v, other=0.0)
+            y = tl.dot(u, v, y)
     to = c_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(to, y.to(c_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
 
 
-def int8_product_triton(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+def int8_product_triton(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, u: Tensor | None, v: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Do what `int8_product` does, by its Triton kernel."""
     (m, k), n = a.shape, len(b)
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     bm, bn, bk, stages, warps = TILE
+    ranks = 0 if v is None else len(v)
     launch(
-        _product, (cdiv(m, bm) * cdiv(n, bn),), a, b, out, a_scales, b_scales, m, n, k,
-        WHOLE=k % bk == 0, BM=bm, BN=bn, BK=bk, TOGETHER=8, num_stages=stages, num_warps=warps,
+        _product, (cdiv(m, bm) * cdiv(n, bn),), a, b, out, a_scales, b_scales,
+        a if u is None else u, b if v is None else v, m, n, k, ranks,
+        WHOLE=k % bk == 0, BM=bm, BN=bn, BK=bk, TOGETHER=TOGETHER,
+        RANKS=min(max(next_power_of_2(ranks), MIN_RANKS), RANKS) if ranks else 0, num_stages=stages, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def int8_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (a · a_scales) (b · b_scales)ᵀ [M, N] in `dtype`.
+def int8_product(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    dtype: torch.dtype,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
+) -> Tensor:
+    """Return (a · a_scales) (b · b_scales)ᵀ + u v [M, N] in `dtype`.
 
     Args:
         a: int8 [M, K]; a_scales: float32 [M, 1]; b: int8 [N, K]; b_scales: float32 [N]. All contiguous.
+        u: [M, R] in `dtype`; v: [R, N] in `dtype`; contiguous, or neither.
     """
     product = int8_product_triton if a.is_cuda else int8_product_reference
-    return product(a, a_scales, b, b_scales, dtype)
+    return product(a, a_scales, b, b_scales, u, v, dtype)

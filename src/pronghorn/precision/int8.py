@@ -18,8 +18,8 @@ from torch import Tensor
 from pronghorn.kernels.int8 import int8_product, quantise_turned
 from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
 
-LEAST = 1e-12
-"""The least factor: of a column of zeros."""
+LEAST = 2.0**-20
+"""The least factor, of the largest, which is 1: so that x · f stays in float16's range."""
 
 
 class Turned(NamedTuple):
@@ -35,14 +35,15 @@ class Turned(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor) -> Turned:
         """Quantise a weight [N, K], whose sizes are multiples of 64."""
-        factors = (weight.float().square().mean(0)).sqrt().clamp(min=LEAST)
+        lengths = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)
+        factors = (lengths / lengths.amax().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=LEAST)
         codes, scales = quantise_turned(weight, 1 / factors)
         return cls(factors, codes, scales.view(-1))
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ [T, N] of x [T, K]."""
+    def multiply(self, x: Tensor, u: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        """Return x Wᵀ + u v [T, N] of x [T, K], u [T, R] and v [R, N]."""
         codes, scales = quantise_turned(x, self.factors)
-        return int8_product(codes, scales, self.codes, self.scales, x.dtype)
+        return int8_product(codes, scales, self.codes, self.scales, x.dtype, u, v)
 
 
 class Int8Weight(NamedTuple):
@@ -77,5 +78,6 @@ class Int8Source(WeightSource):
         return y if bias is None else y.add_(bias)
 
     def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
-        dx = self.weight.across.multiply(dy.dense)
-        return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
+        if low_rank is None:
+            return self.weight.across.multiply(dy.dense)
+        return self.weight.across.multiply(dy.dense, low_rank.dya, low_rank.a)
