@@ -78,6 +78,11 @@ class LayerBuilder:
             for group in block.kind.linears
         ]
 
+    def compute_of(self, block: ResidualBlock) -> Compute:
+        """Return in what a block's frozen weights multiply."""
+        mixed = self.compute is Compute.INT8_FP8
+        return Compute.DTYPE if mixed and not isinstance(block.kind, GatedMLP) else self.compute
+
     def experts(self, layer: Any) -> list[ExpertStorage]:
         """List the storages of the layer's experts, the same ones as long as these are the same modules."""
         kept: dict[str, Any] = layer.__dict__.setdefault(STORAGE, {})
@@ -103,11 +108,8 @@ class LayerBuilder:
         if reason is not None or isinstance(block.kind, Experts):
             return _stock_block(layer, block, reason, self._codes(layer, block, dtype))
         storages = [self._storage(layer, block, group) for group in block.kind.linears]
-        attends = isinstance(block.kind, Attention)
-        linears = [
-            FusedLinear(storage, dtype, self.compute, self.codes_written, scores=attends and index == 0)
-            for index, storage in enumerate(storages)
-        ]
+        compute = self.compute_of(block)
+        linears = [FusedLinear(storage, dtype, compute, self.codes_written) for storage in storages]
         before = NoNorm() if block.before is None else self.norm(layer.get_submodule(block.before))
         after = None if block.after is None else self.norm(layer.get_submodule(block.after))
         module: Any = layer.get_submodule(block.module)

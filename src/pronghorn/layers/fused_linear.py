@@ -49,16 +49,10 @@ class FusedLinear:
         storage: of linears that `linears.unfused_reason` doesn't refuse.
         compute: in what a frozen weight multiplies.
         codes_written: 8-bit codes of 16-bit weights are written out for each product, and none kept.
-        scores: it makes queries and keys, whose forward `int8` leaves in `dtype`: their gradients turn with it most.
     """
 
     def __init__(
-        self,
-        storage: GroupStorage,
-        dtype: torch.dtype,
-        compute: Compute = Compute.DTYPE,
-        codes_written: bool = False,
-        scores: bool = False,
+        self, storage: GroupStorage, dtype: torch.dtype, compute: Compute = Compute.DTYPE, codes_written: bool = False
     ) -> None:
         for linear in storage.linears:
             unmerge_disabled(linear)
@@ -79,12 +73,11 @@ class FusedLinear:
         """Trained weights that other processes share, and whose 16 bits are gathered."""
         # rows of A that lie below W, so that dx is one product: [dy, s · dy B] [W; A]
         below = 0 if self.in_fp8 else storage.rank_below(dtype)
-        if self.in_fp8 and compute is Compute.INT8:
-            self.source: WeightSource = Int8Source(storage.integers(not scores), self._source(storage, below))
-        elif self.in_fp8 and compute.forward_in_fp8:
-            self.source = _fp8_source(storage, compute, codes_written)
+        if self.in_fp8 and compute.forward_in_fp8:
+            self.source: WeightSource = _fp8_source(storage, compute, codes_written)
         else:
-            self.source = self._source(storage, below)
+            integers = self.in_fp8 and compute is Compute.INT8_FP8
+            self.source = Int8Source(storage.integers()) if integers else self._source(storage, below)
             if self.in_fp8:
                 self.source = BackwardSource(self.source, _fp8_source(storage, compute, codes_written))
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
@@ -223,11 +216,10 @@ def fits_fp8(storage: GroupStorage, dtype: torch.dtype, compute: Compute) -> boo
     """
     weights = [base_of(linear) for linear in storage.linears]
     sizes = [size for base in weights for size in (base.in_features, base.out_features)]
-    multiple = GROUP if compute is Compute.INT8 else MULTIPLE
-    if dtype is torch.float32 or any(size % multiple for size in sizes):
+    if dtype is torch.float32 or any(size % (GROUP if compute is Compute.INT8_FP8 else MULTIPLE) for size in sizes):
         return False
-    if compute is Compute.INT8:
-        return not any(is_written_out(base) or hasattr(base.weight, IN_BUFFER) for base in weights)
+    if compute is Compute.INT8_FP8:
+        return not any(is_4bit(base) or is_written_out(base) or hasattr(base.weight, IN_BUFFER) for base in weights)
     return all(not is_4bit(base) or base.in_features % base.weight.blocksize == 0 for base in weights)
 
 

@@ -20,7 +20,7 @@ from pronghorn.kernels.quantise import transposed
 from pronghorn.layers.linears import adapter_of, base_of, is_written_out, merged_into
 from pronghorn.memory.sharded import IN_BUFFER
 from pronghorn.precision.fp8 import FP8Weight
-from pronghorn.precision.int8 import Int8Weight
+from pronghorn.precision.int8 import TurnedWeight
 
 WIDE = 2
 """Inputs an output from which on A lies below W: putting dy and s · dy B side by side costs a copy of dy."""
@@ -40,7 +40,7 @@ class GroupStorage:
         self._below: Tensor | None = None
         """The A that there is room for: a backward may still read it when another adapter is switched on."""
         self._codes: tuple[Any, FP8Weight] | None = None
-        self._integers: tuple[Any, Int8Weight] | None = None
+        self._integers: tuple[Any, TurnedWeight] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
         """Return an empty storage of the copied linears, whose weights lie as these do."""
@@ -93,11 +93,11 @@ class GroupStorage:
             self._codes = self._state(), made
         return self._codes[1]
 
-    def integers(self, forward: bool) -> Int8Weight:
-        """Return the weights in 8-bit integers, as `codes` does, for the forward's product, too, or for the other."""
+    def integers(self) -> TurnedWeight:
+        """Return the weights in 8-bit integers, quantised again where `codes` are."""
         if self._integers is None or self._integers[0] != self._state():
             self._integers = None  # freed before the others are made
-            self._integers = self._state(), Int8Weight.of(self._weights(), forward)
+            self._integers = self._state(), TurnedWeight.of(self._weights())
         return self._integers[1]
 
     def drop_codes(self) -> None:

@@ -23,10 +23,10 @@ class Compute(StrEnum):
     fp8          input gradients in e4m3 with a scale a row, by the tensor cores' fast sums; the forward in the dtype
     fp8_both     the forward in 8 bits, too
     fp8_exact    as fp8_both, summed exactly, about 9 % slower a product
-    int8         both in 8-bit integers of turned rows
+    int8_fp8     of MLPs alone: the forward in 8-bit integers of turned rows (`precision.int8`), input gradients as in fp8
     """
 
-    DTYPE, FP8, FP8_BOTH, FP8_EXACT, INT8 = get_args(ComputeName)
+    DTYPE, FP8, FP8_BOTH, FP8_EXACT, INT8_FP8 = get_args(ComputeName)
 
     @classmethod
     def of(cls, name: str) -> Compute:
@@ -42,8 +42,8 @@ class Compute(StrEnum):
 
     @property
     def forward_in_fp8(self) -> bool:
-        """Whether products of the forward pass are in 8 bits."""
-        return self in (Compute.FP8_BOTH, Compute.FP8_EXACT, Compute.INT8)
+        """Whether products of the forward pass are in e4m3."""
+        return self in (Compute.FP8_BOTH, Compute.FP8_EXACT)
 
 
 def check_device(compute: Compute, device: torch.device) -> None:
