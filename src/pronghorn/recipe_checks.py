@@ -79,6 +79,12 @@ _RULES = (
         "leave precision.compute out, or set adapter.method: lora",
     ),
     _Rule(
+        lambda r: r.precision.compute == "int8_fp8" and (r.model.load_in_4bit or r.launch.strategy == "sharded"),
+        "precision.compute: int8_fp8 with model.load_in_4bit or launch.strategy: sharded: it quantises weights that "
+        "one process holds in 16 bits",
+        "set precision.compute: fp8",
+    ),
+    _Rule(
         lambda r: _fp8(r) and not r.packing.enabled,
         "precision.compute: {precision.compute} with packing.enabled: false: padded batches go through transformers",
         "leave precision.compute out, or set packing.enabled: true",

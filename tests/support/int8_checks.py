@@ -44,11 +44,8 @@ def check_product(device: str, dtype: torch.dtype) -> None:
         a = torch.randint(-127, 128, (m, k), device=device, dtype=torch.int8)
         b = torch.randint(-127, 128, (n, k), device=device, dtype=torch.int8)
         sa, sb = torch.rand(m, 1, device=device) / 2000, torch.rand(n, device=device) / 2000
-        for ranks in (0, 1, 16, 48, 130):
-            u = torch.randn(m, ranks, device=device).to(dtype) if ranks else None
-            v = torch.randn(ranks, n, device=device).to(dtype) if ranks else None
-            found, want = (each(a, sa, b, sb, u, v, dtype) for each in (int8_product_triton, int8_product_reference))
-            torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6 if u is None else 1e-3)
+        found, want = (each(a, sa, b, sb, dtype) for each in (int8_product_triton, int8_product_reference))
+        torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 CHECKS = {"codes": check_codes, "product": check_product}

@@ -26,7 +26,7 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.probe import Isolation
 from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
 from pronghorn.parity.visibility import Visibility
-from pronghorn.precision.compute import Compute
+from pronghorn.precision.compute import Numbers
 
 COSINE = 0.98
 """Of a gradient to float32's with nothing in 8 bits, at least, where the model's dtype itself reaches it."""
@@ -63,7 +63,10 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
             "set precision.dtype (or --dtype) to bfloat16",
         )
     plain_visibility = run.visibility(packed=False)
-    in_8_bits = len(run.fp8_products(run.model)) + 2 * len(run.fp8_experts(run.model))
+    coded, of_experts = run.fp8_products(run.model), 2 * len(run.fp8_experts(run.model))
+    in_8_bits = len(coded) + of_experts
+    of_forward = sum(rule.forward is not Numbers.DTYPE for _, rule in coded)
+    of_forward += of_experts * subject.compute.forward_in_fp8
     plain, exact = run.references(wide, say)
     unquantised = run.references(wide, say, quantised=False) if in_8_bits else None
     say("attached")
@@ -79,7 +82,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         loss(Name.LOSS, own_loss, plain, exact),
         loss(Name.ACCUMULATED_LOSS, ours.loss, plain, exact),
         logits(packed, plain, exact),
-        *([products(run.product_distances(), in_8_bits, subject.compute)] if subject.compute.is_fp8 else []),
+        *([products(run.product_distances(), in_8_bits, of_forward)] if subject.compute.is_fp8 else []),
         gradients(distances, len(run.parameters)),
         dead(ours.dead, exact.dead),
         *([] if ours.untrained is None else [experts(ours.untrained, ours.idle)]),
@@ -126,11 +129,12 @@ def logits(packed: Tensor, plain: Passes, exact: Passes) -> Check:
     return _of_distance(Name.LOGITS, found, f"{len(packed)} rows, relative L2 error {found.relative:.1e}")
 
 
-def products(compared: list[Distance], expected: int, compute: Compute) -> Check:
-    """Check what each of so many weights' products in 8 bits give, forward and backward, for the same random rows."""
+def products(compared: list[Distance], expected: int, of_forward: int) -> Check:
+    """Check what each of so many weights' products in 8 bits give, in the backward and of some in the forward, for the
+    same random rows."""
     wrong = [each.name for each in compared if not each.excess <= 1]
     worst = max(compared, key=lambda each: each.excess, default=None)
-    absent = expected - len(compared) // (2 if compute.forward_in_fp8 else 1)
+    absent = expected - len(compared) * expected // max(expected + of_forward, 1)
     detail = f"off: {listed(wrong)}" if wrong else f"{absent} of {expected} are not in 8 bits"
     if not wrong and not absent:
         detail = f"{expected} of frozen weights" if worst else "none: layers aren't fused, or nothing in them is frozen"

@@ -40,7 +40,7 @@ from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.parity.quantised_experts import compared_experts, quantised_experts
 from pronghorn.parity.reference import accumulate, kept_gradients, logits_at, upcast_of
 from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
-from pronghorn.precision.compute import Compute
+from pronghorn.precision.compute import Compute, Rule
 
 LOGIT_ROWS = 384
 """Labelled rows whose logits are compared, spread over all."""
@@ -149,8 +149,8 @@ class Run:
             say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer{apart}")
             return plain, self._documents()
 
-    def fp8_products(self, model: Any) -> list[list[nn.Module]]:
-        """The linears of each product that the attached model computes in 8 bits."""
+    def fp8_products(self, model: Any) -> list[tuple[list[nn.Module], Rule]]:
+        """The linears of each product that the attached model computes in 8 bits, and its rule."""
         return self._of_layers(model, FusedLayers.fp8_products)
 
     def fp8_experts(self, model: Any) -> list[nn.Module]:
@@ -169,7 +169,7 @@ class Run:
         """Let the model multiply in 8 bits what the attached one does, if that is wanted, while the block runs."""
         products, experts = (self.fp8_products(model), self.fp8_experts(model)) if wanted else ([], [])
         forward = self.subject.compute.forward_in_fp8
-        with quantised_products(products, forward), quantised_experts(experts, forward):
+        with quantised_products(products), quantised_experts(experts, forward):
             yield
 
     def product_distances(self) -> list[Distance]:

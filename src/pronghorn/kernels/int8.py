@@ -12,6 +12,7 @@ down changes no code. H turns both operands alike, which leaves x Wᵀ as it is 
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -31,15 +32,14 @@ TILE = (128, 128, 128, 3, 8)
 fit a multiprocessor of Hopper, so that one multiplies while the other stores."""
 TOGETHER = 16
 """Tiles of rows that go through all tiles of columns one after the other, so that W's stay in the cache."""
-RANKS = 64
-"""Ranks of adapters that are added at a time."""
-MIN_RANKS = 16
+FEWEST = 16
+"""Rows of an operand of the tensor cores."""
 
 
 class Setting(NamedTuple):
     """How rows of up to so many columns are turned."""
 
-    columns: int
+    columns: float
     groups: int
     """Groups that a program holds."""
     warps: int
@@ -47,17 +47,21 @@ class Setting(NamedTuple):
     """Of a multiprocessor."""
 
 
-SETTINGS = (Setting(4096, 64, 4, 16), Setting(8192, 64, 4, 16), Setting(16384, 64, 4, 16), Setting(1 << 30, 64, 4, 16))
-"""By one H200 (benchmarks.ops)."""
+SETTINGS = (Setting(4096, 64, 4, 8), Setting(8192, 128, 4, 4), Setting(16384, 256, 8, 4), Setting(math.inf, 64, 4, 64))
+"""On Hopper the fastest of 32 of one H100: .44 to .59 of a copy's rate at 4,096 to 28,672 columns."""
+ELSEWHERE = Setting(math.inf, 32, 4, 16)
+"""Fits the shared memory of every card, and no rows of tensor memory, in whose layouts Triton can't find the largest
+element (sm_100). Not measured."""
 
 
 @cache
 def hadamard(device: torch.device) -> Tensor:
     """Return H [64, 64] in float32."""
     index = torch.arange(GROUP, device=device)
-    both = index[:, None] & index[None, :]
-    odd = sum((both >> bit) & 1 for bit in range(GROUP.bit_length() - 1)) % 2
-    return (1 - 2 * odd).float() / 8
+    shared = index[:, None] & index[None, :]
+    for shift in (4, 2, 1):
+        shared = shared ^ (shared >> shift)
+    return (1 - 2 * (shared & 1)).float() / 8
 
 
 def quantise_turned_reference(x: Tensor, factors: Tensor) -> RowCodes:
@@ -126,20 +130,23 @@ def _turned(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _card(device: torch.device) -> tuple[tuple[Setting, ...], int]:
+    """Return the settings for a device, and its multiprocessors."""
+    if device.type != "cuda":
+        return SETTINGS, 1
+    card = torch.cuda.get_device_properties(device)
+    return SETTINGS if card.major == 9 else (ELSEWHERE,), card.multi_processor_count
 
 
 def quantise_turned_triton(x: Tensor, factors: Tensor, setting: Setting | None = None) -> RowCodes:
     """Do what `quantise_turned` does, by its Triton kernel."""
     count, size = x.shape
-    made = RowCodes(
-        torch.empty(count, size, dtype=torch.int8, device=x.device), torch.empty(count, 1, device=x.device)
-    )
-    setting = setting or next(each for each in SETTINGS if size <= each.columns)
+    made = RowCodes(torch.empty(count, size, dtype=torch.int8, device=x.device), torch.empty(count, 1, device=x.device))
+    settings, multiprocessors = _card(x.device)
+    setting = setting or next(each for each in settings if size <= each.columns)
     whole = size <= setting.groups * GROUP
-    groups = max(next_power_of_2(size // GROUP), MIN_RANKS) if whole else setting.groups
-    programs = min(count, setting.programs * _multiprocessors(x.device))
+    groups = max(next_power_of_2(size // GROUP), FEWEST) if whole else setting.groups
+    programs = min(count, setting.programs * multiprocessors)
     launch(
         _turned, (programs,), x, factors, *made, x.stride(0), count, size, programs,
         WHOLE=whole, GROUPS=groups, GROUP=GROUP, num_warps=setting.warps,
@@ -157,14 +164,9 @@ def quantise_turned(x: Tensor, factors: Tensor) -> RowCodes:
     return quantise_turned_triton(x, factors) if x.is_cuda else quantise_turned_reference(x, factors)
 
 
-def int8_product_reference(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, u: Tensor | None, v: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def int8_product_reference(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Do what `int8_product` does, in plain torch: sums beyond 2^24 are rounded to 24 bits."""
-    y = (a.float() @ b.float().t()) * a_scales * b_scales.view(1, -1)
-    if u is not None and v is not None:
-        y += u.float() @ v.float()
-    return y.to(dtype)
+    return ((a.float() @ b.float().t()) * a_scales * b_scales.view(1, -1)).to(dtype)
 
 
 @triton.jit
@@ -174,11 +176,8 @@ def _product(
     c_ptr,  # [M, N]
     a_scales_ptr,  # [M]
     b_scales_ptr,  # [N]
-    u_ptr,  # [M, R]
-    v_ptr,  # [R, N]
-    M, N, K, R,
+    M, N, K,
     WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
-    RANKS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -203,49 +202,27 @@ def _product(
     a_scales = tl.load(a_scales_ptr + rows, mask=rows < M, other=0.0)
     b_scales = tl.load(b_scales_ptr + cols, mask=cols < N, other=0.0)
     y = sums.to(tl.float32) * a_scales[:, None] * b_scales[None, :]
-    if RANKS > 0:
-        for start in range(0, R, RANKS):
-            ranks = start + tl.arange(0, RANKS)
-            in_u = (rows < M)[:, None] & (ranks < R)[None, :]
-            u = tl.load(u_ptr + rows.to(tl.int64)[:, None] * R + ranks[None, :], mask=in_u, other=0.0)
-            in_v = (ranks < R)[:, None] & (cols < N)[None, :]
-            v = tl.load(v_ptr + ranks.to(tl.int64)[:, None] * N + cols[None, :], mask=in_v, other=0.0)
-            y = tl.dot(u, v, y)
     to = c_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(to, y.to(c_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
 
 
-def int8_product_triton(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, u: Tensor | None, v: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def int8_product_triton(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Do what `int8_product` does, by its Triton kernel."""
     (m, k), n = a.shape, len(b)
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     bm, bn, bk, stages, warps = TILE
-    ranks = 0 if v is None else len(v)
     launch(
-        _product, (cdiv(m, bm) * cdiv(n, bn),), a, b, out, a_scales, b_scales,
-        a if u is None else u, b if v is None else v, m, n, k, ranks,
-        WHOLE=k % bk == 0, BM=bm, BN=bn, BK=bk, TOGETHER=TOGETHER,
-        RANKS=min(max(next_power_of_2(ranks), MIN_RANKS), RANKS) if ranks else 0, num_stages=stages, num_warps=warps,
+        _product, (cdiv(m, bm) * cdiv(n, bn),), a, b, out, a_scales, b_scales, m, n, k,
+        WHOLE=k % bk == 0, BM=bm, BN=bn, BK=bk, TOGETHER=TOGETHER, num_stages=stages, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def int8_product(
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    dtype: torch.dtype,
-    u: Tensor | None = None,
-    v: Tensor | None = None,
-) -> Tensor:
-    """Return (a · a_scales) (b · b_scales)ᵀ + u v [M, N] in `dtype`.
+def int8_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (a · a_scales) (b · b_scales)ᵀ [M, N] in `dtype`.
 
     Args:
         a: int8 [M, K]; a_scales: float32 [M, 1]; b: int8 [N, K]; b_scales: float32 [N]. All contiguous.
-        u: [M, R] in `dtype`; v: [R, N] in `dtype`; contiguous, or neither.
     """
     product = int8_product_triton if a.is_cuda else int8_product_reference
-    return product(a, a_scales, b, b_scales, u, v, dtype)
+    return product(a, a_scales, b, b_scales, dtype)

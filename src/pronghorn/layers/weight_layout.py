@@ -40,7 +40,7 @@ class GroupStorage:
         self._below: Tensor | None = None
         """The A that there is room for: a backward may still read it when another adapter is switched on."""
         self._codes: tuple[Any, FP8Weight] | None = None
-        self._integers: tuple[Any, TurnedWeight] | None = None
+        self._integers: dict[bool, tuple[Any, TurnedWeight]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
         """Return an empty storage of the copied linears, whose weights lie as these do."""
@@ -93,16 +93,17 @@ class GroupStorage:
             self._codes = self._state(), made
         return self._codes[1]
 
-    def integers(self) -> TurnedWeight:
-        """Return the weights in 8-bit integers, quantised again where `codes` are."""
-        if self._integers is None or self._integers[0] != self._state():
-            self._integers = None  # freed before the others are made
-            self._integers = self._state(), TurnedWeight.of(self._weights())
-        return self._integers[1]
+    def integers(self, across: bool) -> TurnedWeight:
+        """Return the weights in 8-bit integers, of W or `across`, of Wᵀ; quantised again where `codes` are."""
+        if across not in self._integers or self._integers[across][0] != self._state():
+            self._integers.pop(across, None)  # freed before the others are made
+            self._integers[across] = self._state(), TurnedWeight.of(self._weights(), across)
+        return self._integers[across][1]
 
     def drop_codes(self) -> None:
         """Let the weights in 8 bits go."""
-        self._codes = self._integers = None
+        self._codes = None
+        self._integers.clear()
 
     def _state(self) -> Any:
         """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""

@@ -68,6 +68,8 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         layouts = 2 if setup.fp8_forward and not setup.own_codes else 1
         layouts -= setup.processes > 1  # shared ones are turned for each product
         weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
+        if setup.int8_fp8:
+            weights += sum(_codes_of_mlp(layer) - layer.linear_weights for layer in dims.layers) - 6 * rows
     if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives
         for layer in dims.layers:
             if experts := layer.experts:
@@ -95,6 +97,12 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         "batch": setup.tokens * ((2 * rotary + inputs) * b + 40),  # with RoPE's cosines and sines, and layers' inputs
     }
     return resting if setup.processes == 1 else shared(resting, dims, setup)
+
+
+def _codes_of_mlp(layer: LayerSpec) -> int:
+    """Count the codes of a gated MLP by `int8_fp8`: a layout a product, scales of rows and factors of columns."""
+    groups = [group for block in layer.blocks if isinstance(block, GatedMLPSpec) for group in block.groups]
+    return sum(sum(2 * linear.weights + 10 * linear.out for linear in group) + 8 * group[0].inputs for group in groups)
 
 
 @dataclass(frozen=True)

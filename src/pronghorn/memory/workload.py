@@ -66,6 +66,8 @@ class TrainSetup:
     """Input gradients of frozen linears are products in 8 bits (`precision.compute`); and so is the forward, if
     `fp8_forward`."""
     fp8_forward: bool = True
+    int8_fp8: bool = False
+    """With `fp8`: of linears gated MLPs' alone multiply in 8 bits, with codes of their own for either product."""
     fp8_experts: bool = False
     """Frozen experts multiply as frozen linears do with `fp8`."""
     expert_bytes: float | None = None
@@ -113,7 +115,7 @@ class TrainSetup:
 
     @property
     def forward_in_fp8(self) -> bool:
-        """Whether the forward's products of frozen linears are in 8 bits."""
+        """Whether the forward's products of all frozen linears are in 8 bits."""
         return self.fp8 and self.fp8_forward
 
     @property

@@ -33,6 +33,7 @@ from pronghorn.models.families import base_causal_lm, check_config, has_experts
 from pronghorn.models.measured_layer import measured_times as measured_times
 from pronghorn.models.packed_checkpoint import PackedSkeleton, format_of
 from pronghorn.optimizers import TrainedTensor, state_bytes
+from pronghorn.precision.compute import Compute
 
 T = TypeVar("T")
 LESS = 0.04
@@ -186,6 +187,7 @@ def setup_of(
         itemsize=(autocast or embeddings.dtype).itemsize,
         fp8=fp8,
         fp8_forward=handle is None or handle.options.compute.forward_in_fp8,
+        int8_fp8=fp8 and handle is not None and handle.options.compute is Compute.INT8_FP8,
         fp8_experts=fp8_experts,
         expert_bytes=experts.packed_bytes(base),
         linear_bytes=_bytes_a_number(weights) if packed else None,

@@ -219,17 +219,16 @@ class WrittenCodesSource(CodesSource):
 
 
 class BackwardSource(WeightSource):
-    """W as codes for input gradients alone: the forward multiplies it as it is.
+    """W as codes for input gradients; the forward multiplies it as it is, or other codes.
 
     Args:
         plain: gives the forward.
         coded: gives the input gradient.
     """
 
-    wants_gradient_codes = True
-
-    def __init__(self, plain: WeightSource, coded: CodesSource) -> None:
+    def __init__(self, plain: WeightSource, coded: WeightSource) -> None:
         self.plain, self.coded, self.columns = plain, coded, coded.columns
+        self.wants_gradient_codes = coded.wants_gradient_codes
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
         return self.plain.forward(x, bias)

@@ -1,8 +1,9 @@
-"""Frozen weights whose forward multiplies in 8-bit integers, turned (`kernels.int8`).
+"""Frozen weights that multiply in 8-bit integers, turned (`kernels.int8`).
 
-    y = x Wᵀ      codes of x · f and of W / f        f: root mean square of W's columns, the largest 1
+    y  = x Wᵀ      codes of x · f and of W / f         f: root mean square of W's columns, the largest 1
+    dx = dy W      codes of dy · g and of Wᵀ / g       g: the same of W's rows
 
-The input gradient multiplies other codes of W, so dx is not to the bit the gradient of the y that was computed.
+Each product has codes of its own of W, so dx is not to the bit the gradient of the y that was computed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.int8 import int8_product, quantise_turned
-from pronghorn.precision.source import Activation, WeightSource
+from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
 
 LEAST = 2.0**-20
 """The least factor, so that x · f stays in float16's range."""
@@ -31,9 +32,10 @@ class TurnedWeight(NamedTuple):
     """float32 [N]."""
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor]) -> TurnedWeight:
-        """Quantise weights [N_i, K] in 16 bits, one below the other."""
+    def of(cls, weights: Sequence[Tensor], across: bool) -> TurnedWeight:
+        """Quantise weights [N_i, K] in 16 bits, one below the other, or Wᵀ if `across`."""
         whole = torch.cat([weight.detach() for weight in weights])
+        whole = whole.t().contiguous() if across else whole
         factors = column_factors(whole)
         codes, scales = quantise_turned(whole, 1 / factors)
         return cls(factors, codes, scales.view(-1))
@@ -46,12 +48,23 @@ def column_factors(weight: Tensor) -> Tensor:
 
 
 class Int8Source(WeightSource):
-    """W in 8-bit integers, resident, for the forward alone."""
+    """W in 8-bit integers, resident, for one of its products.
+
+    Args:
+        weight: W for the forward, Wᵀ for the input gradient.
+    """
 
     def __init__(self, weight: TurnedWeight) -> None:
         self.weight = weight
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
-        codes, scales = quantise_turned(x.dense, self.weight.factors)
-        y = int8_product(codes, scales, self.weight.codes, self.weight.scales, x.dense.dtype)
+        y = self._multiply(x.dense)
         return y if bias is None else y.add_(bias)
+
+    def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
+        dx = self._multiply(dy.dense)
+        return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        codes, scales = quantise_turned(x, self.weight.factors)
+        return int8_product(codes, scales, self.weight.codes, self.weight.scales, x.dtype)
