@@ -179,8 +179,8 @@ def test_layers_that_processes_share_are_refused(tmp_path: Path) -> None:
     for more in ({"load_in_4bit": True}, {}):
         sections = {
             "model": {"name": "owner/x", "max_seq_length": 64, **more},
-            "data": {"train": "owner/y"},
-            "train": {"output_dir": "z", "max_steps": 1},
+            "data": {"train": __file__},
+            "train": {"output": "z"},
             "precision": {"compute": COMPUTE},
             "launch": {} if more else {"strategy": "sharded"},
         }

@@ -77,7 +77,7 @@ def _turn(x_ptr, factors_ptr, cols, inside, h):
     """Return (x · f) H in float32 of groups of a row."""
     x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     x *= tl.load(factors_ptr + cols, mask=inside, other=0.0)
-    return tl.dot(x.to(h.dtype), h)
+    return tl.dot(x.to(h.dtype), h, input_precision="ieee")
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def _product(
             left = K - k
             x = tl.load(a, mask=ks[None, :] < left, other=0)
             w = tl.load(b, mask=ks[:, None] < left, other=0)
-        sums = tl.dot(x, w, sums, out_dtype=tl.int32)
+        sums = tl.dot(x, w, sums, input_precision="ieee", out_dtype=tl.int32)
         a += BK
         b += BK
     a_scales = tl.load(a_scales_ptr + rows, mask=rows < M, other=0.0)
