@@ -1,4 +1,4 @@
-"""Turn rows by additions in registers instead of a product, for `pronghorn.kernels.int8`: is it nearer to a copy's rate?
+"""Turn rows by additions in registers instead of a product, for `pronghorn.kernels.int8`: nearer to a copy's rate?
 
     python benchmarks/spikes/turned_rows.py
 
