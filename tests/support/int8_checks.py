@@ -1,6 +1,7 @@
 """Kernels of products in 8-bit integers against plain torch, in poisoned memory.
 
-tests/kernels/test_int8_kernels.py calls it with a CUDA device, and runs this file for the CPU under Triton's interpreter.
+tests/kernels/test_int8_kernels.py calls it with a CUDA device, and runs this file for the CPU under Triton's
+interpreter.
 
     TRITON_INTERPRET=1 python tests/support/int8_checks.py float16
 """
