@@ -16,7 +16,7 @@ SWITCHES = {
     "moe_routing": ("once", "loop"),
     "attention": ("auto", "tiled", "flash", "per_document", "masked"),
     "offload_buffers": ("2", "1"),
-    "compute": ("dtype", "fp8", "fp8_both", "fp8_exact", "int8_fp8"),
+    "compute": ("dtype", "fp8", "fp8_both", "fp8_exact", "int8"),
 }
 """Arguments of `attach`, its experimental switches, and one of its plan, that an ablation may set."""
 EXPERIMENTAL = "packing_metadata", "moe_routing"

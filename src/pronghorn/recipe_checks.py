@@ -79,8 +79,8 @@ _RULES = (
         "leave precision.compute out, or set adapter.method: lora",
     ),
     _Rule(
-        lambda r: r.precision.compute == "int8_fp8" and (r.model.load_in_4bit or r.launch.strategy == "sharded"),
-        "precision.compute: int8_fp8 with model.load_in_4bit or launch.strategy: sharded: it quantises weights that "
+        lambda r: r.precision.compute == "int8" and (r.model.load_in_4bit or r.launch.strategy == "sharded"),
+        "precision.compute: int8 with model.load_in_4bit or launch.strategy: sharded: it quantises weights that "
         "one process holds in 16 bits",
         "set precision.compute: fp8",
     ),

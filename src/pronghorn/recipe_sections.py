@@ -293,7 +293,7 @@ class Precision(Section):
     compute: ComputeName = Field(
         "dtype",
         description="in what frozen linears and experts multiply: dtype, or in 8 bits by rows (Ada and newer, packed "
-        "rows, LoRA). fp8: input gradients; int8_fp8: of MLPs alone, both, the fastest that is right; "
+        "rows, LoRA). fp8: input gradients; int8: both, the fastest that is right; "
         "fp8_both: both; fp8_exact: both, summed exactly. "
         "See pronghorn docs precision",
     )

@@ -39,9 +39,10 @@ def test_compiled_for_every_card_with_8_bits(capability: int, kilobytes: int) ->
     if capability == 90:  # two programs a multiprocessor
         assert 2 * made.metadata.shared <= kilobytes * 1024
     for setting in int8.SETTINGS if capability == 90 else (int8.ELSEWHERE,):
-        for whole in (True, False):
-            constants = {"WHOLE": whole, "GROUPS": setting.groups, "GROUP": int8.GROUP}
-            types = {"factors_ptr": "*fp32", "codes_ptr": "*i8"}
+        for factors in ("*bf16", "*fp32"):
+            parts = int(setting.columns) // int8.GROUP // setting.groups if setting.passes == 1 else 0
+            constants = {"PARTS": parts, "GROUPS": setting.groups, "ROWS": setting.rows, "GROUP": int8.GROUP}
+            types = {"factors_ptr": factors, "codes_ptr": "*i8"}
             made = compiled(int8._turned, constants, setting.warps, capability, **types)
             assert made.metadata.shared <= kilobytes * 1024, setting
 

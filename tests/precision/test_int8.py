@@ -1,4 +1,4 @@
-"""`compute="int8_fp8"`: MLPs multiply in 8-bit integers of turned rows, gate's and up's input gradients in e4m3."""
+"""`compute="int8"`: frozen linears multiply in 8-bit integers of turned rows, q, k and v forward in 16 bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import loss_and_gradients, with_adapters
 from support.tiny import in_4_bits, packed_row, tiny_model
 
-COMPUTE: Any = "int8_fp8"
+COMPUTE: Any = "int8"
 FAMILIES = ("llama", "gemma3_text", "qwen3_5_text", "phi3")
 
 
@@ -65,12 +65,15 @@ def test_gradients_are_those_of_the_same_operands(family: str) -> None:
     loss, found = loss_and_gradients(model, batch)
     coded = [linear for linear in handle.layers.linears() if linear.in_fp8]
     products = handle.layers.fp8_products(torch.bfloat16)
-    layers = len(model.get_base_model().model.layers)
-    assert len(coded) == len(products) == 2 * layers < len(handle.layers.linears())
-    assert [tuple(rule) for _, rule in products[:2]] == [(Numbers.INT8, Numbers.E4M3), (Numbers.INT8, Numbers.INT8)]
+    layers = handle.layers.backbone.layers
+    gates = sum(hasattr(layer, "linear_attn") for layer in layers)  # of delta nets: their a and b
+    assert len(coded) == len(products) == len(handle.layers.linears()) - gates == 4 * len(layers)
+    assert [rule.backward for _, rule in products] == [Numbers.INT8] * len(coded)
+    assert [rule.forward for _, rule in products[:4]] == [Numbers.DTYPE, *[Numbers.INT8] * 3]
     for linear in coded:
         compared = compared_products(linear, "product", fast=True)
-        assert [each.name for each in compared] == ["product (forward)", "product (input gradient)"]
+        both = linear.rule.forward is Numbers.INT8
+        assert [each.name for each in compared] == ["product (forward)"] * both + ["product (input gradient)"]
         assert all(each.excess <= 1 for each in compared)
     handle.detach()
     with quantised_products(products):
@@ -142,21 +145,18 @@ def test_verify_judges_it_and_sees_a_wrong_factor(family: str) -> None:
     assert Name.PRODUCTS in failed(planted(subject, wrong))
 
 
-def test_the_plan_counts_a_byte_a_product_of_mlps_alone() -> None:
+def test_the_plan_counts_a_byte_a_product() -> None:
     model = model_of()
     dims, handle = dims_of(model), attach(model, Plan.keep(), layers="fused")
     plain = resting_bytes(dims, setup_of(model, ROW, None))["weights"]
     handle = attached(model)
     loss_and_gradients(model, packed_row(LENGTHS, ROW))
     setup, held = setup_of(model, ROW, None), 0
-    assert setup.fp8 and setup.int8_fp8 and not setup.forward_in_fp8
-    for linear in (linear for linear in handle.layers.linears() if linear.in_fp8):
-        coded = linear.source.coded
-        other = (
-            coded.weight if isinstance(coded, Int8Source) else (coded.weight.across, coded.weight.scales, coded.columns)
-        )
-        held += sum(tensor.nbytes for tensor in (*linear.source.plain.weight, *other))
-    assert held <= resting_bytes(dims, setup)["weights"] - plain <= 1.1 * held
+    assert setup.fp8 and setup.int8 and not setup.forward_in_fp8
+    for linear in handle.layers.linears():
+        sources = [each for each in (linear.source.plain, linear.source.coded) if isinstance(each, Int8Source)]
+        held += sum(tensor.nbytes for each in sources for tensor in each.weight)
+    assert held == resting_bytes(dims, setup)["weights"] - plain
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_has_no_integers_is_refused(model: Any, problem: str) -> None:
 
 def test_layers_that_processes_share_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PronghornError, match="processes share"):
-        share_layers(model_of(), torch.device("cpu"), Compute.INT8_FP8)
+        share_layers(model_of(), torch.device("cpu"), Compute.INT8)
     path = tmp_path / "recipe.yaml"
     for more in ({"load_in_4bit": True}, {}):
         sections = {

@@ -81,11 +81,11 @@ class LayerBuilder:
 
     def _rule(self, block: ResidualBlock, index: int) -> Rule:
         """Return in what a block's product of that index multiplies."""
-        if self.compute is not Compute.INT8_FP8:
+        mixes = isinstance(block.kind, Attention | GatedDelta) and index < len(block.kind.linears) - 1
+        if self.compute is not Compute.INT8 or not mixes:
             return self.compute.rule
-        if not isinstance(block.kind, GatedMLP):
-            return Compute.DTYPE.rule
-        return self.compute.rule if index == 0 else Rule(Numbers.INT8, Numbers.INT8)
+        # errors of scores are what gradients turn with most; a gate has a few outputs a head
+        return Rule(Numbers.DTYPE, Numbers.INT8) if index == 0 else Compute.DTYPE.rule
 
     def experts(self, layer: Any) -> list[ExpertStorage]:
         """List the storages of the layer's experts, the same ones as long as these are the same modules."""

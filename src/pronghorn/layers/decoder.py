@@ -161,7 +161,7 @@ class FusedLayers:
         for layer in self.backbone.layers:
             for storage, rule in self.builder.storages(layer, dtype):
                 if (reason := unfit_for_fp8(storage, rule)) is not None:
-                    other = "use compute = 'fp8', or " * (compute is Compute.INT8_FP8)
+                    other = "use compute = 'fp8', or " * (compute is Compute.INT8)
                     raise UnsupportedError(
                         f"compute = '{compute}' for {reason}",
                         f"{other}leave compute out (products in the model's dtype)",

@@ -85,12 +85,10 @@ class FusedLinear:
         elif rule.forward is rule.backward is Numbers.E4M3:
             self.source = _fp8_source(storage, True, exact, codes_written)
         else:
-            plain, coded = (
-                Int8Source(storage.integers(across)) if numbers is Numbers.INT8 else None
-                for across, numbers in ((False, rule.forward), (True, rule.backward))
-            )
+            forward, backward = (numbers is Numbers.INT8 for numbers in rule)
             self.source = BackwardSource(
-                plain or self._source(storage, below), coded or _fp8_source(storage, False, exact, codes_written)
+                Int8Source(storage.integers(False)) if forward else self._source(storage, below),
+                Int8Source(storage.integers(True)) if backward else _fp8_source(storage, False, exact, codes_written),
             )
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
         self.columns = [columns for columns, _ in self.adapters]
@@ -229,20 +227,23 @@ def fits_fp8(storage: GroupStorage, dtype: torch.dtype, rule: Rule) -> bool:
 def unfit_for_fp8(storage: GroupStorage, rule: Rule) -> str | None:
     """Say which of a group's weights can't multiply in 8 bits: sizes are the products', and 4-bit blocks end with the
     rows. Integers are made of 16 bits alone. None if all can, or needn't."""
-    bases, multiple = [base_of(linear) for linear in storage.linears], MULTIPLE
+    bases = [base_of(linear) for linear in storage.linears]
     if not rule.in_8_bits:
         return None
+    sizes = ", ".join(f"{base.out_features} x {base.in_features}" for base in bases)
     if Numbers.INT8 in rule:
-        multiple = GROUP
         if any(is_4bit(base) or is_written_out(base) or hasattr(base.weight, IN_BUFFER) for base in bases):
             return "weights that are packed or shared by processes: it is for 16 bits in one process"
+        # rows of x, and of the outputs' gradients side by side
+        if bases[0].in_features % GROUP == 0 == sum(base.out_features for base in bases) % GROUP:
+            return None
+        return f"weights of {sizes}: inputs, and the outputs of all, must be multiples of {GROUP}"
     blocks = [base.weight.blocksize for base in bases if is_4bit(base)]
     whole = all(base.in_features % base.weight.blocksize == 0 for base in bases if is_4bit(base))
-    if whole and not any(size % multiple for base in bases for size in (base.in_features, base.out_features)):
+    if whole and not any(size % MULTIPLE for base in bases for size in (base.in_features, base.out_features)):
         return None
-    sizes = ", ".join(f"{base.out_features} x {base.in_features}" for base in bases)
     rows = f", and rows whole 4-bit blocks of {blocks[0]} weights" if blocks else ""
-    return f"weights of {sizes}: sizes must be multiples of {multiple}{rows}"
+    return f"weights of {sizes}: sizes must be multiples of {MULTIPLE}{rows}"
 
 
 def is_ready_for_fp8(storage: GroupStorage, rule: Rule) -> bool:

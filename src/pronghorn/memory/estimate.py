@@ -24,6 +24,7 @@ from pronghorn.families.layer_spec import (
     GatedDeltaSpec,
     GatedMLPSpec,
     LayerSpec,
+    Linear,
 )
 from pronghorn.memory.plan import Policy, followed
 from pronghorn.memory.sharded_bytes import holds_parts_of_gradients, shared
@@ -67,9 +68,10 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         rows = sum(linear.out for layer in dims.layers for linear in layer.linears)
         layouts = 2 if setup.fp8_forward and not setup.own_codes else 1
         layouts -= setup.processes > 1  # shared ones are turned for each product
-        weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
-        if setup.int8_fp8:
-            weights += sum(_codes_of_mlp(layer) - layer.linear_weights for layer in dims.layers) - 6 * rows
+        if setup.int8:
+            weights += sum(_integers(layer) for layer in dims.layers)
+        else:
+            weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
     if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives
         for layer in dims.layers:
             if experts := layer.experts:
@@ -99,10 +101,24 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     return resting if setup.processes == 1 else shared(resting, dims, setup)
 
 
-def _codes_of_mlp(layer: LayerSpec) -> int:
-    """Count the codes of a gated MLP by `int8_fp8`: a layout a product, scales of rows and factors of columns."""
-    groups = [group for block in layer.blocks if isinstance(block, GatedMLPSpec) for group in block.groups]
-    return sum(sum(2 * linear.weights + 10 * linear.out for linear in group) + 8 * group[0].inputs for group in groups)
+def in_integers(block: BlockSpec, group: tuple[Linear, ...]) -> tuple[bool, bool]:
+    """Tell whether the forward and the input gradient of linears that share an input multiply in 8-bit integers, where
+    these were asked for: not the forward of queries, keys and values, and not gates."""
+    if group == block.groups[-1] or not isinstance(block, AttentionSpec | GatedDeltaSpec):
+        return True, True
+    return False, group == block.groups[0]
+
+
+def _integers(layer: LayerSpec) -> int:
+    """Count the codes of a layer's linears for products in 8-bit integers: a layout a product, with its scales of rows
+    and factors of columns."""
+    count = 0
+    for block in layer.blocks:
+        for group in block.groups:
+            weights, out, inputs = sum(each.weights for each in group), sum(each.out for each in group), group[0].inputs
+            forward, backward = in_integers(block, group)
+            count += forward * (weights + 4 * out + 2 * inputs) + backward * (weights + 4 * inputs + 2 * out)
+    return count
 
 
 @dataclass(frozen=True)

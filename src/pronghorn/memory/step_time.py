@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pronghorn.families.layer_spec import GatedMLPSpec, LayerSpec, Linear, PerLayerInputSpec
 from pronghorn.memory.devices import DeviceSpec
-from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, width_of
+from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, in_integers, width_of
 from pronghorn.memory.plan import Codes, Policy, followed
 
 SUSTAINED = 0.87
@@ -24,9 +24,8 @@ ELEMENTWISE = 0.75
 """Bandwidth of elementwise kernels against a plain copy."""
 FP8 = 0.5
 """Time of products by 8-bit rows against bf16's: 5.29 and 10.60 ms for those of a layer of 8B."""
-INT8, TURNING = 0.62, 6
-"""The same of 8-bit integers, and the bytes of an element that turning a row takes as long as elementwise kernels move:
-by products of 8B's MLP and by rows of 4,096 to 28,672 elements."""
+INT8 = 0.62
+"""The same of 8-bit integers, by products of 8B's MLP."""
 PACKED = 1.3
 """Time of experts' products by Triton, from weights that are written out, against torch's of dense ones."""
 FP8_EXPERTS = 0.6
@@ -184,7 +183,7 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     backward = trained * back + 2.5 * attention + 1.5 * (norms + around) + adapters + written_back + of_dy + gaps
     if not setup.fused:
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
-    of_down = 1.0 if experts else INT8 if setup.int8_fp8 else FP8 if setup.forward_in_fp8 else 1.0
+    of_down = 1.0 if experts else INT8 if setup.int8 else FP8 if setup.forward_in_fp8 else 1.0
     matrix = 2 * t * h * i * rate * of_down + a_weight * h * i
     # a Gemma layer's backward reads the product's norm
     spares = setup.fused and not layer.norms_after and not experts
@@ -194,12 +193,11 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
 
 def _of_linears(layer: LayerSpec, setup: TrainSetup, forward: bool) -> float:
     """Return the weights of a layer's linears, those that multiply in 8 bits as many as take as long in 16."""
-    if not setup.int8_fp8:
+    if not setup.int8:
         return (FP8 if (setup.forward_in_fp8 if forward else setup.fp8) else 1.0) * layer.linear_weights
-    mlps = [block for block in layer.blocks if isinstance(block, GatedMLPSpec)]
-    ahead = [sum(linear.weights for linear in group) for block in mlps for group in block.groups[:-1]]
-    last = [sum(linear.weights for linear in block.groups[-1]) for block in mlps]
-    return layer.linear_weights - (1 - INT8) * sum(last) - (1 - (INT8 if forward else FP8)) * sum(ahead)
+    groups = [(block, group) for block in layer.blocks for group in block.groups]
+    wide = [group for block, group in groups if not in_integers(block, group)[0 if forward else 1]]
+    return INT8 * layer.linear_weights + (1 - INT8) * sum(linear.weights for group in wide for linear in group)
 
 
 def _quantised(layer: LayerSpec, setup: TrainSetup) -> tuple[int, int]:
@@ -208,16 +206,18 @@ def _quantised(layer: LayerSpec, setup: TrainSetup) -> tuple[int, int]:
     ahead = back = 0
     for block in layer.blocks if setup.fp8 else ():
         mlp, inside = isinstance(block, GatedMLPSpec), isinstance(block, PerLayerInputSpec)
-        for group in block.groups if mlp or not setup.int8_fp8 else ():
+        for group in block.groups:
             out, last = sum(each.out for each in group), group == block.groups[-1]
             on_the_way = len(block.groups[0]) > 1 and any(setup.rank(each.path) for each in block.groups[0])
             by_maker = (mlp and not on_the_way) or inside if last else layer.norms_before > 0 and not inside
-            ahead += group[0].inputs * (TURNING if setup.int8_fp8 else 1 if by_maker else 3)
+            of_x = 1 if by_maker else 3
             of_dy = 1 if (layer.norms_after > 0 if last else mlp) else 3
-            back += out * (TURNING if setup.int8_fp8 and last else of_dy)
+            if setup.int8:
+                of_x, of_dy = (3 * each for each in in_integers(block, group))
+            ahead, back = ahead + of_x * group[0].inputs, back + of_dy * out
     if setup.fp8_experts and layer.experts:  # tokens, the activation and its gradients
         ahead, back = ahead + 3 * (layer.hidden + width_of(layer)), back + 3 * (layer.hidden + 2 * width_of(layer))
-    return ahead if setup.fp8_forward or setup.int8_fp8 else 0, back
+    return ahead if setup.fp8_forward or setup.int8 else 0, back
 
 
 def _of_experts(setup: TrainSetup, forward: bool) -> float:

@@ -66,8 +66,9 @@ class TrainSetup:
     """Input gradients of frozen linears are products in 8 bits (`precision.compute`); and so is the forward, if
     `fp8_forward`."""
     fp8_forward: bool = True
-    int8_fp8: bool = False
-    """With `fp8`: of linears gated MLPs' alone multiply in 8 bits, with codes of their own for either product."""
+    int8: bool = False
+    """With `fp8`: linears multiply in 8-bit integers, with codes of their own for either product, but for the forward
+    of what mixes tokens takes first (`in_integers`)."""
     fp8_experts: bool = False
     """Frozen experts multiply as frozen linears do with `fp8`."""
     expert_bytes: float | None = None

@@ -187,7 +187,7 @@ def setup_of(
         itemsize=(autocast or embeddings.dtype).itemsize,
         fp8=fp8,
         fp8_forward=handle is None or handle.options.compute.forward_in_fp8,
-        int8_fp8=fp8 and handle is not None and handle.options.compute is Compute.INT8_FP8,
+        int8=fp8 and handle is not None and handle.options.compute is Compute.INT8,
         fp8_experts=fp8_experts,
         expert_bytes=experts.packed_bytes(base),
         linear_bytes=_bytes_a_number(weights) if packed else None,

@@ -172,8 +172,8 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
     in_fp8, products = layers.in_fp8()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
-    if compute is Compute.INT8_FP8:
-        path = "of MLPs in 8-bit integers of turned rows, input gradients of gate and up in FP8"
+    if compute is Compute.INT8:
+        path = "8-bit integers of turned rows, the forward of queries, keys and values in the model's dtype"
     elif not compute.forward_in_fp8:
         path = f"{path}, for input gradients; the forward in the model's dtype"
     if chooses_codes(layers):
@@ -186,8 +186,8 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
             f"{again} weights of {kinds} quantised once more, by rows" if again else "the stored codes"
         )
     if in_fp8 < products:
-        which = "attention's or trained" if compute is Compute.INT8_FP8 else "whose weights are trained"
-        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, {which}"
+        gates = " or gates'" * (compute is Compute.INT8)
+        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained{gates}"
     if handle.experts is not None:
         apart = _experts_in_fp8(handle, autocast)
         path = f"{path} (experts apart: {apart})" if apart else f"{path}, experts too"

@@ -35,9 +35,9 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
             are, where that can be; it takes 2 bytes a weight more, of which each process has its part. NCCL gathers and
             sums otherwise.
     """
-    if compute is Compute.INT8_FP8:
+    if compute is Compute.INT8:
         raise UnsupportedError(
-            "compute = 'int8_fp8' for layers that processes share: its codes are of whole weights",
+            "compute = 'int8' for layers that processes share: its codes are of whole weights",
             "use compute = 'fp8'",
         )
     base = base_causal_lm(model)

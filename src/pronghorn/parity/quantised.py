@@ -71,18 +71,22 @@ class _Product:
             wide = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
             if Numbers.INT8 in self._rule:
                 whole = torch.cat([linear.weight.detach() for linear in self._linears])
-                y = _MultiplyTurned.apply(wide.flatten(0, -2), whole, self._rule)
-                outputs = y.split([len(linear.weight) for linear in self._linears], 1)
+                outputs = _MultiplyTurned.apply(wide.flatten(0, -2), self._own(), whole)
+                if self._own() is None:
+                    outputs = outputs[0].split([len(linear.weight) for linear in self._linears], 1)
             else:
                 weights = [part for pair in quantised_weights(self._linears) for part in pair]
-                own = self._linears if self._rule.forward is Numbers.DTYPE else None
-                outputs = _Multiply.apply(wide.flatten(0, -2), own, *weights)
+                outputs = _Multiply.apply(wide.flatten(0, -2), self._own(), *weights)
             self._x, self._outputs = x, dict(enumerate(outputs))
         y = self._outputs.pop(index)
         if not self._outputs:
             self._x = None
         y, bias = y.view(*x.shape[:-1], -1), self._linears[index].bias
         return y if bias is None or self._rule.forward is Numbers.DTYPE else y + bias.to(y.dtype)
+
+    def _own(self) -> Sequence[Any] | None:
+        """Return the linears if they multiply their input themselves."""
+        return self._linears if self._rule.forward is Numbers.DTYPE else None
 
 
 class _Multiply(torch.autograd.Function):
@@ -109,22 +113,20 @@ class _Multiply(torch.autograd.Function):
 
 
 class _MultiplyTurned(torch.autograd.Function):
-    """(x [T, K], W [N, K], a rule whose forward is in integers) → y [T, N]; no bias."""
+    """(x [T, K], linears that multiply x themselves or None, W [N, K] of all) → y_i [T, N_i] of each, or y [T, N] of
+    all without a bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
+    def forward(ctx: Any, x: Tensor, own: Sequence[Any] | None, weight: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(weight)
-        ctx.rule = rule
-        return multiplied_turned(x, weight)
+        if own is not None:
+            return tuple(type(linear).forward(linear, x) for linear in own)
+        return (multiplied_turned(x, weight),)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         [weight] = ctx.saved_tensors
-        if ctx.rule.backward is Numbers.INT8:
-            return multiplied_turned(dy, weight.t().contiguous()), None, None
-        with torch.autocast(dy.device.type, enabled=False):
-            codes, scales = _quantised(weight)
-            return (dequantised(dy, scales) @ codes.float()).to(dy.dtype), None, None
+        return multiplied_turned(torch.cat(dys, 1), weight.t().contiguous()), None, None
 
 
 def multiplied_turned(x: Tensor, weight: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ def turned_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes of x [T, K] and of W [N, K] in float32, and what their product is multiplied by [T, N]."""
     factors = column_factors(weight)
     codes, scales = quantise_turned_reference(x, factors)
-    of_weight, weight_scales = quantise_turned_reference(weight, 1 / factors)
+    of_weight, weight_scales = quantise_turned_reference(weight, 1 / factors.float())
     return codes.float(), of_weight.float(), scales * weight_scales.t()
 
 

@@ -44,11 +44,11 @@ class Compute(StrEnum):
     fp8          input gradients in e4m3 with a scale a row, by the tensor cores' fast sums; the forward in the dtype
     fp8_both     the forward in 8 bits, too
     fp8_exact    as fp8_both, summed exactly, about 9 % slower a product
-    int8_fp8     of gated MLPs alone: the forward, and the last product's input gradient, in 8-bit integers of turned
-                 rows (`precision.int8`); the first product's, whose rows are the widest, as in fp8
+    int8         both in 8-bit integers of turned rows (`precision.int8`); the forward of what mixes tokens takes first
+                 (queries, keys and values) in the dtype
     """
 
-    DTYPE, FP8, FP8_BOTH, FP8_EXACT, INT8_FP8 = get_args(ComputeName)
+    DTYPE, FP8, FP8_BOTH, FP8_EXACT, INT8 = get_args(ComputeName)
 
     @classmethod
     def of(cls, name: str) -> Compute:
@@ -64,8 +64,10 @@ class Compute(StrEnum):
 
     @property
     def rule(self) -> Rule:
-        """In what products multiply, but for what `layers.build` says of `int8_fp8`."""
-        forward = Numbers.INT8 if self is Compute.INT8_FP8 else Numbers.E4M3 if self.forward_in_fp8 else Numbers.DTYPE
+        """In what products multiply, but for what `layers.build` says of `int8`."""
+        if self is Compute.INT8:
+            return Rule(Numbers.INT8, Numbers.INT8)
+        forward = Numbers.E4M3 if self.forward_in_fp8 else Numbers.DTYPE
         return Rule(forward, Numbers.E4M3 if self.is_fp8 else Numbers.DTYPE)
 
     @property

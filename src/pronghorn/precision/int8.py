@@ -25,7 +25,7 @@ class TurnedWeight(NamedTuple):
     """W [N, K], sizes multiples of 64."""
 
     factors: Tensor
-    """f, float32 [K], of x's columns."""
+    """f [K] in W's dtype, of x's columns."""
     codes: Tensor
     """int8 [N, K], of W / f."""
     scales: Tensor
@@ -37,14 +37,15 @@ class TurnedWeight(NamedTuple):
         whole = torch.cat([weight.detach() for weight in weights])
         whole = whole.t().contiguous() if across else whole
         factors = column_factors(whole)
-        codes, scales = quantise_turned(whole, 1 / factors)
+        codes, scales = quantise_turned(whole, 1 / factors.float())
         return cls(factors, codes, scales.view(-1))
 
 
 def column_factors(weight: Tensor) -> Tensor:
-    """Return the factors, float32 [K], of a weight [N, K]."""
+    """Return the factors [K] of a weight [N, K], in its dtype."""
     lengths = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)
-    return (lengths / lengths.amax().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=LEAST)
+    factors = (lengths / lengths.amax().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=LEAST)
+    return factors.to(weight.dtype)
 
 
 class Int8Source(WeightSource):
