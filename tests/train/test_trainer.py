@@ -519,6 +519,16 @@ def test_evaluating_is_no_time_of_a_step(
     assert trainer.state.log_history[0]["step_seconds"] < 3600
 
 
+def test_packed_rows_have_no_predictions(stories: Path, tmp_path: Path, documents: Dataset) -> None:
+    model, tokenizer = adapted(stories)
+    few = documents.select(range(4))
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, eval_dataset=few, tokenizer=tokenizer)
+    with pytest.raises(UnsupportedError, match=r"packed rows.*give it the documents"):
+        trainer.predict(trainer.eval_dataset)
+    predictions: Any = trainer.predict(few).predictions
+    assert predictions.shape == (4, max(map(len, few["input_ids"])), model.config.vocab_size)
+
+
 def test_a_step_without_labels_has_loss_zero_in_evaluation(stories: Path, tmp_path: Path, documents: Dataset) -> None:
     silent = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[-100] * 3]})
     model, tokenizer = whole(stories)

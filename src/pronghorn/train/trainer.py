@@ -348,6 +348,13 @@ class SFTTrainer(SharedLayersTrainer):
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
 
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict as stock does. Packed rows are refused: predictions would be None, the loss a mean of rows'."""
+        if isinstance(test_dataset, PackedRows):
+            problem = "predict() was given packed rows, for which no logits are made"
+            raise UnsupportedError(problem, "give it the documents, or take the loss from evaluate()")
+        return super().predict(test_dataset, *args, **kwargs)
+
     def _get_output_dir(self, trial: Any) -> str:
         """Return where checkpoints go: aside while one is being written."""
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)
