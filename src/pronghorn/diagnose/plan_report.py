@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from pronghorn.attention.backends import check_on
 from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import probe
@@ -22,6 +23,7 @@ from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.memory.strategies import Choice, Strategy, choose
 from pronghorn.models.auto_plan import available, cuda_device_spec, dims_of, measured_times
 from pronghorn.models.load import FoundModel, default_device
+from pronghorn.models.report import queries_of
 from pronghorn.train.documents import find, prepare, tokenizer_for
 
 SCHEMA = 2
@@ -161,6 +163,8 @@ def report_plan(
         recipe = of_one_process(recipe, several.count)
     found_model, autocast = find(recipe, weights=False), autocast_dtype(recipe)
     handle = weightless(recipe, found_model)
+    for query in queries_of(handle.model, autocast):
+        check_on(handle.options.backend, query, spec.name, spec.bf16)  # what has bfloat16 is an Ampere or newer
     data = _count(recipe, found_model, 1 if several is None else several.count)
     dims, setup = dims_of(handle.model), work_of(recipe, handle, autocast)
     unfused = None if handle.layers is None else handle.layers.reason(autocast)
