@@ -151,13 +151,13 @@ class RunControl(TrainerCallback):
         if processes() == 1:
             return wishes
         ready, self._pending = self._pending, None
-        own = torch.tensor(wishes, dtype=torch.int32)
+        own = torch.tensor(wishes, dtype=torch.int32, device="cpu")
         if device.type == "cpu":
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
             return own.tolist()
         shared = own.pin_memory().to(device, non_blocking=True)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        host = torch.empty(len(wishes), dtype=torch.int32, pin_memory=True)
+        host = torch.empty(len(wishes), dtype=torch.int32, device="cpu", pin_memory=True)
         host.copy_(shared, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
