@@ -122,6 +122,7 @@ MISTAKES = {
     ),
     "a GPU without a name": option("plan recipe.yaml --device cuda:0", "'cuda:0' names no card", "leave --device out"),
     "a card before Volta": option("plan recipe.yaml --device P100", "p100 is older than Volta", "--device t4"),
+    "a page of verify": option("verify recipe.yaml --html out.html", "No such option: --html", "--json prints"),
     "a memory's option": option("plan recipe.yaml --memory 24GB", "No such option: --memory", "--device 24GiB"),
     "a report of a recipe": option("report recipe.yaml", "recipe.yaml is a recipe, no run", "train.output"),
     "a conversion of nothing": option("convert no.yml", "no.yml does not exist", "Axolotl or LLaMA-Factory"),

@@ -36,6 +36,17 @@ def collate(rows: list[list[int]], row_tokens: int, keep: float = 0.6) -> dict[s
     return Collator(row_tokens, pad_token_id=0)(made)
 
 
+def test_rows_are_made_on_the_host_whatever_torch_s_default_device_is() -> None:
+    row = {"input_ids": list(range(3, 40)), "labels": list(range(3, 40)), "lengths": [20, 17]}
+    with torch.device("meta"):
+        batch = Collator(64, 0)([row])
+    expected = Collator(64, 0)([row])
+    packed, other = batch.pop("packed"), expected.pop("packed")
+    tensors = [*batch.values(), *(value for value in vars(packed).values() if isinstance(value, torch.Tensor))]
+    others = [*expected.values(), *(value for value in vars(other).values() if isinstance(value, torch.Tensor))]
+    assert len(tensors) == 9 and all(map(torch.equal, tensors, others))
+
+
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(documents, min_size=1, max_size=3), spare=st.integers(0, 70))
 def test_metadata_of_any_rows(rows: list[list[int]], spare: int) -> None:

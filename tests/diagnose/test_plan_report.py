@@ -93,3 +93,20 @@ def test_layers_that_are_not_fused_are_told(stories: Path, tmp_path: Path, chang
     assert report["unfused"] == reason and report["work"]["fused"] == (reason is None)
     text = " ".join(planned(stories, tmp_path, change, "--device", "h200").stdout.split())
     assert (f"planned as layers of transformers and PEFT, in the model's dtype: {reason}" in text) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "reason"),
+    [
+        ("packing.attention=tiled", "h100", "head_dim 8 is none of 16, 32, 64, 128"),
+        ("packing.attention=flash", "t4", "t4 is older than Ampere"),
+        ("packing.attention=flash precision.dtype=float32", "h100", "flash varlen has no float32"),
+        ("packing.attention=flash", "24GiB", None),
+        ("packing.attention=per_document", "t4", None),
+    ],
+)
+def test_attention_that_a_card_can_t_serve_is_refused_as_in_training(
+    stories: Path, tmp_path: Path, change: str, device: str, reason: str | None
+) -> None:
+    done = planned(stories, tmp_path, *change.split(), "--device", device)
+    assert done.exit_code == (reason is not None) and (reason or "") in " ".join(done.stderr.split())

@@ -497,3 +497,5 @@ def test_an_export_that_llama_cpp_answers_otherwise_is_not_published(
     with pytest.raises(TrainingError, match=r"not what was trained \(llama\.cpp\): weights differ"):
         export_run.export_run(stories, "gguf", tmp_path / "both", "f16")
     assert not (tmp_path / "both").exists()
+    with pytest.raises(TrainingError, match="bears few bits badly: try --to gguf --quantization q8_0"):
+        export_run.export_run(stories, "gguf", tmp_path / "few", "q4_0")

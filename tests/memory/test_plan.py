@@ -727,6 +727,19 @@ def test_batches_of_an_epoch_end_with_it(recipe: Path) -> None:
     assert found["data"]["micro_batches"] == 4
 
 
+@pytest.mark.parametrize(
+    ("changes", "micro_batches"),
+    [
+        ("train.epochs=1.5 train.gradient_accumulation_steps=4", 10),  # steps of 4, 2 and 4: a step is done whole
+        ("train.epochs=0.1 train.gradient_accumulation_steps=8", 6),
+        ("train.max_steps=3 train.gradient_accumulation_steps=4", 10),
+    ],
+)
+def test_steps_end_with_an_epoch(recipe: Path, changes: str, micro_batches: int) -> None:
+    found = json.loads(run_plan(str(recipe), *changes.split(), "--device", "h100", "--json").stdout)
+    assert found["data"]["micro_batches"] == micro_batches
+
+
 def test_a_name_is_shown_as_it_is(recipe: Path) -> None:
     folder = recipe.parent / "[bold]m"
     config_of("tiny").save_pretrained(folder)

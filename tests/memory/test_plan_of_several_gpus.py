@@ -31,6 +31,13 @@ def test_strategies_are_shown_side_by_side(stories: Path, tmp_path: Path) -> Non
         assert said in done.stdout, said
 
 
+def test_the_steps_asked_for_are_counted_on_all_gpus(stories: Path, tmp_path: Path) -> None:
+    arguments = "--gpus", "4", "--device", "h100", "--json"
+    report = json.loads(planned(stories, tmp_path, "train.max_steps=5", *arguments).stdout)
+    assert report["data"]["micro_batches"] == 5 * 8
+    assert report["seconds"] == pytest.approx(5 * report["gpus"]["chosen"]["step_ms"] / 1e3)
+
+
 def test_json_holds_the_choice_and_every_field_is_documented(stories: Path, tmp_path: Path) -> None:
     several = "--gpus", "4", "--device", "h100", "--link", "200", "--strategy", "sharded", "--json"
     report = json.loads(planned(stories, tmp_path, *several).stdout)

@@ -24,6 +24,11 @@ def page(run: RunRecord, folder: Path) -> Page:
     return Page(write_report(run, folder).read_text(encoding="utf-8"))
 
 
+def test_one_is_counted_as_one(tmp_path: Path) -> None:
+    run = record(steps=1, heldout={"before": 3.0, "after": 2.0, "rows": 1})
+    assert "over 1 row, nats" in page(run, tmp_path).text and "1 step, limited by" in page(run, tmp_path).text
+
+
 def test_record_survives_its_file(tmp_path: Path) -> None:
     written = record()
     path = written.write(tmp_path / "new" / "folder")

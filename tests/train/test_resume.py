@@ -253,19 +253,26 @@ def test_the_loss_before_is_of_the_held_out_rows_of_now(make: Make, unfinished: 
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"), [({"data": {"eval_rows": 1}}, [3.0, 2.5]), ({"train": {"eval_steps": None}}, [1.0])], ids=str
+    ("asked", "expected"),
+    [
+        ({"data": {"eval_rows": 1}}, [3.0, 2.5]),
+        ({"adapter": {"lora_alpha": 7}}, [3.0, 2.5]),
+        ({"train": {"eval_steps": None}}, [1.0]),
+    ],
+    ids=str,
 )
 def test_the_best_is_of_the_held_out_rows_of_now(
     make: Make, tmp_path: Path, monkeypatch: Any, asked: dict[str, Any], expected: list[float]
 ) -> None:
-    """Nor is it one of before, where nothing is evaluated any more: the steps since then would be for nothing."""
+    """And of adapters that weigh what they do now; earlier weights would be another model. Nor is it one of before,
+    where nothing is evaluated any more: the steps since then would be for nothing."""
     evaluations = iter([1.0, 3.0, 2.5])
     monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
     table: dict[str, Any] = {"eval_steps": 4}
     with monkeypatch.context() as patch, pytest.raises(RunStopped):
         patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
         run(make("run", train=table), QUIET)
-    record = run(make("run", train=table | asked.get("train", {}), data=asked.get("data", {})), QUIET, allow=True)
+    record = run(make("run", **{**asked, "train": table | asked.get("train", {})}), QUIET, allow=True)
     assert [evaluation["loss"] for evaluation in record.evaluations] == expected
     kept = (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes()
     assert kept == (tmp_path / "run/checkpoint-12/adapter_model.safetensors").read_bytes()

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -201,6 +202,25 @@ def test_a_full_disk_is_told_before_its_folder_is_there(tmp_path: Path, monkeypa
     assert disk_is_full(Exception("I/O error: Disk quota exceeded (os error 122)"), tmp_path)  # safetensors'
     assert not disk_is_full(OSError("1024 requested and 568 written"), tmp_path)
     assert not disk_is_full(RuntimeError("unexpected pos 64 vs 0"), tmp_path / "run" / "checkpoint-1")
+
+
+def test_what_fails_in_a_scratch_folder_names_the_folder_that_was_asked_for(tmp_path: Path) -> None:
+    """numpy's tofile says no more than this where a quota or a limit of a file's size cuts a file off."""
+    target = tmp_path / "export"
+    for error, told in (
+        (OSError("1024 requested and 568 written"), f"a file of {target} can't be written whole"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), f"the disk of {target} is full"),
+    ):
+        with (
+            pytest.raises(TrainingError, match=re.escape(told)),
+            whole_folder(target) as folder,
+            whole_folder(folder.parent / "scratch" / "merged"),
+        ):
+            raise error
+    elsewhere = tmp_path / "elsewhere"
+    told = re.escape(f"the disk of {elsewhere} is full")
+    with pytest.raises(TrainingError, match=told), whole_folder(target), whole_folder(elsewhere):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_folder_that_can_not_be_made_is_told(tmp_path: Path) -> None:

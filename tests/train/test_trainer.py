@@ -519,11 +519,34 @@ def test_evaluating_is_no_time_of_a_step(
     assert trainer.state.log_history[0]["step_seconds"] < 3600
 
 
+def test_packed_rows_have_no_predictions(stories: Path, tmp_path: Path, documents: Dataset) -> None:
+    model, tokenizer = adapted(stories)
+    few = documents.select(range(4))
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, eval_dataset=few, tokenizer=tokenizer)
+    with pytest.raises(UnsupportedError, match=r"packed rows.*give it the documents"):
+        trainer.predict(trainer.eval_dataset)
+    predictions: Any = trainer.predict(few).predictions
+    assert predictions.shape == (4, max(map(len, few["input_ids"])), model.config.vocab_size)
+
+
 def test_a_step_without_labels_has_loss_zero_in_evaluation(stories: Path, tmp_path: Path, documents: Dataset) -> None:
     silent = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[-100] * 3]})
     model, tokenizer = whole(stories)
     trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, eval_dataset=silent, tokenizer=tokenizer)
     assert trainer.evaluate()["eval_loss"] == 0.0
+
+
+def test_tokenised_documents_without_a_label_are_left_out(stories: Path, tmp_path: Path, documents: Dataset) -> None:
+    silent = {"input_ids": [5] * (ROW - 1), "labels": [7] + [-100] * (ROW - 2)}  # the first predicts nothing
+    rows = [row for each in documents.to_list()[:8] for row in (each, silent)]
+    model, tokenizer = adapted(stories)
+    with pytest.warns(UserWarning, match="8 of 16 documents have no token to train"):
+        trainer = SFTTrainer(model, config(tmp_path), train_dataset=Dataset.from_list(rows), tokenizer=tokenizer)
+    assert trainer.train_dataset.documents.to_list() == documents.to_list()[:8]
+    trainer.train()  # a step without a label would be stopped: all gradients are zero
+
+    with pytest.raises(DataError, match="no document of the train data set has a token to train"):
+        SFTTrainer(model, config(tmp_path), train_dataset=Dataset.from_list([silent]), tokenizer=tokenizer)
 
 
 # ---- the watch over gradients ----

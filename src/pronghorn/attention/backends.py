@@ -24,7 +24,7 @@ def choose(backend: Backend, query: Tensor) -> tuple[str, str]:
     by_tiles, reason = tiles_refusal(query), varlen.refusal(query)
     asked = {"tiled": by_tiles, "flash": reason}.get(backend)
     if asked is not None:
-        raise UnsupportedError(f"attention {backend!r} was asked for, but {asked}", "use attention='auto'")
+        raise _refused(backend, asked)
     if backend != "auto":
         return backend, "asked for"
     if by_tiles is None:
@@ -37,6 +37,28 @@ def choose(backend: Backend, query: Tensor) -> tuple[str, str]:
     return "per_document", reason
 
 
+def check_on(backend: Backend, query: Tensor, card: str, is_ampere: bool) -> None:
+    """Refuse what `choose` would refuse on a card that needn't be here.
+
+    Args:
+        query: of any device.
+        is_ampere: whether the card is an Ampere or newer.
+    Raises:
+        UnsupportedError: as `choose`.
+    """
+    if backend not in ("tiled", "flash"):
+        return
+    unfit = _unfit_query(query) if backend == "tiled" else varlen.unfit_query(query)
+    if unfit is None and not is_ampere:
+        unfit = f"{card} is older than Ampere (compute capability 8.0)"
+    if unfit is not None:
+        raise _refused(backend, unfit)
+
+
+def _refused(backend: Backend, why: str) -> UnsupportedError:
+    return UnsupportedError(f"attention {backend!r} was asked for, but {why}", "use attention='auto'")
+
+
 def long_from(backend: Backend, query: Tensor) -> int | None:
     """Tokens from which on documents go through cuDNN where `choose` says tiled (`long_documents`); None: none do, as
     where tiles were asked for by name."""
@@ -47,10 +69,16 @@ def tiles_refusal(query: Tensor) -> str | None:
     """Why `kernels.attention` can't serve queries like this [..., D], or None if they can."""
     if query.device.type != "cuda":
         return f"device {query.device.type} has no Triton kernels"
+    if (unfit := _unfit_query(query)) is not None:
+        return unfit
+    if torch.cuda.get_device_capability(query.device) < AMPERE:
+        return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
+    return None if has_triton() else "triton is not installed"
+
+
+def _unfit_query(query: Tensor) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"attention by tiles has no {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] not in TILED_HEAD_DIMS:
         return f"head_dim {query.shape[-1]} is none of {', '.join(map(str, TILED_HEAD_DIMS))}"
-    if torch.cuda.get_device_capability(query.device) < AMPERE:
-        return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
-    return None if has_triton() else "triton is not installed"
+    return None

@@ -21,13 +21,20 @@ def refusal(query: Tensor) -> str | None:
     """Why flash varlen can't serve queries like this [..., D], or None if it can."""
     if query.device.type != "cuda":
         return f"device {query.device.type} has no flash varlen kernel"
+    if (unfit := unfit_query(query)) is not None:
+        return unfit
+    if torch.cuda.get_device_capability(query.device) < AMPERE:
+        return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
+    return None if has_flash_varlen() else f"torch {torch.__version__} has no flash varlen kernel with windows"
+
+
+def unfit_query(query: Tensor) -> str | None:
+    """Why no card's kernels serve queries like this [..., D], or None if some do."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"flash varlen has no {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] % 8 or query.shape[-1] > MAX_HEAD_DIM:
         return f"head_dim {query.shape[-1]} is not a multiple of 8 up to {MAX_HEAD_DIM}"
-    if torch.cuda.get_device_capability(query.device) < AMPERE:
-        return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
-    return None if has_flash_varlen() else f"torch {torch.__version__} has no flash varlen kernel with windows"
+    return None
 
 
 def flash_varlen(

@@ -130,8 +130,11 @@ _OF_COMMANDS = {
         "-o": "--output RECIPE",
         "--config": "the file is given without an option: pronghorn convert FILE",
     },
+    "plan": {"--html": "it writes no page; --json prints the plan for programs"},
+    "verify": {"--html": "it writes no page; --json prints the verdict for programs"},
+    "bench": {"--html": "it writes no page; its table is printed"},
 }
-"""The same of commands that take no recipe."""
+"""The same of single commands."""
 _ALONE = {
     "chat": 'questions come from the terminal or a pipe: echo "…" | pronghorn chat RUN',
     "doctor": "it looks at the machine; pronghorn plan RECIPE looks at a recipe",
@@ -177,6 +180,8 @@ class OfRecipe(Answering):
 
     def instead(self, option: str, given: Sequence[str]) -> str | None:
         """Return how the answer to an unknown option goes on, None where nothing is known of it."""
+        if (what := super().instead(option, given)) is not None:
+            return what
         if (what := _OPTIONS.get(option.replace("_", "-"))) is not None:
             return f"; {what}"
         written = _override(option, given)

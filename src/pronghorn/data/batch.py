@@ -145,7 +145,7 @@ class PackedBatch:
             predicting = (labels[1:] != IGNORE_INDEX).nonzero().flatten()
             n_labels = predicting.numel()
             room = round_up(max(n_labels, 1), LOSS_ROWS_BUCKET)
-            loss_rows = torch.full((room,), tokens - 1, dtype=torch.int64)
+            loss_rows = torch.full((room,), tokens - 1, dtype=torch.int64, device="cpu")
             loss_rows[:n_labels] = predicting
             loss_rows = loss_rows.to(device)
         document_ids = array("i")  # torch.repeat_interleave waits for its threads: milliseconds on a busy host
@@ -158,7 +158,7 @@ class PackedBatch:
             n_labels=n_labels,
             bucket=bucket,
             max_seqlen=min(round_up(max(lengths), SEQLEN_BUCKET), tokens),
-            cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(device),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device="cpu").to(device),
             document_ids=torch.frombuffer(document_ids, dtype=torch.int32).to(device),
             tiles=_tiles(bounds, tokens, tokens // TILE_ROWS + bucket).to(device),
             chunk_documents=chunks.documents.to(device),
@@ -258,7 +258,8 @@ def _tiles(bounds: Sequence[int], tokens: int, room: int) -> Tensor:
     """Make `PackedBatch.tiles` of the documents' bounds: each has at most one partial tile, so there is room."""
     documents = sorted(pairwise(bounds), key=lambda bound: bound[0] - bound[1])
     tiles = [(first, start, end) for start, end in documents for first in range(start, end, TILE_ROWS)]
-    return torch.tensor(tiles + [(tokens, tokens, tokens)] * (room - len(tiles)), dtype=torch.int32)
+    tiles += [(tokens, tokens, tokens)] * (room - len(tiles))
+    return torch.tensor(tiles, dtype=torch.int32, device="cpu")
 
 
 def _tensor(values: list[int]) -> Tensor:
@@ -304,7 +305,7 @@ class Collator:
         label_tensor = _tensor(labels)
         label_tensor[[0, *accumulate(lengths)][:-1]] = IGNORE_INDEX  # nothing before a document's first predicts it
         packed = PackedBatch.build(lengths, tokens=len(input_ids), padding=padding, labels=label_tensor)
-        positions = torch.arange(max(lengths))
+        positions = torch.arange(max(lengths), device="cpu")  # whatever torch's default device is
         return {
             "input_ids": _tensor(input_ids)[None],
             "labels": label_tensor[None],

@@ -203,10 +203,13 @@ def _compared(
         comparison = compare(reference, engine, format=limits, rows=rows, say=say)
         if any(check.ok is False for check in comparison.checks):
             causes = "; ".join((*comparison.causes, *filter(None, [unlike]))) or "its answers differ"
-            raise TrainingError(
-                f"the export is not what was trained ({engine.name}): {causes}",
-                "nothing was written; try --to merged, and report it",
-            )
+            remedy = "nothing was written; try --to merged, and report it"
+            if limits in ("fp8", "4bit"):
+                remedy = (
+                    "nothing was written; a very small model bears few bits badly: try --to gguf --quantization q8_0, "
+                    "or --to merged, and report it if these differ, too"
+                )
+            raise TrainingError(f"the export is not what was trained ({engine.name}): {causes}", remedy)
         comparisons.append(comparison)
     return comparisons
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from pronghorn.config import Recipe
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.diagnose.tables import Table
+from pronghorn.text import counted
 from pronghorn.text import visible as text_visible
 from pronghorn.train.page import write_page
 
@@ -291,7 +292,7 @@ def outcome(rule: str, fitted: Fitted) -> str:
     """Say what an overflow rule does with the documents that are too long."""
     if rule == "split":
         gone = f", {fitted.dropped_pieces:,} without a label dropped" if fitted.dropped_pieces else ""
-        return f"{fitted.split:,} documents become {len(fitted.documents):,} pieces{gone}"
+        return f"{counted(fitted.split, 'document')} become {counted(len(fitted.documents), 'piece')}{gone}"
     cut = f"{fitted.truncated:,} documents lose their end, " if rule == "truncate" else ""
     return f"{cut}{fitted.dropped:,} dropped"
 
@@ -377,7 +378,7 @@ def write_report(inspection: Inspection, path: Path) -> Path:
             ("Documents", f"{len(inspection.lengths):,}", f"{dropped:,} of {inspection.rows:,} rows dropped"),
             ("Supervised tokens", f"{share:.1%}", f"{inspection.supervised:,} of {packing.tokens:,}"),
             ("Median length", f"{lengths['median']:,} tokens", f"99 % have at most {lengths['99 %']:,}"),
-            (packed, f"{packing.efficiency:.1%}", f"{packing.rows:,} rows of {packing.row_tokens:,} tokens"),
+            (packed, f"{packing.efficiency:.1%}", f"{counted(packing.rows, 'row')} of {packing.row_tokens:,} tokens"),
         ],
         figures=figures(inspection),
         bins=histogram(inspection.lengths, PAGE_BINS),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from pronghorn.attention.backends import check_on
 from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import probe
@@ -22,6 +23,7 @@ from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.memory.strategies import Choice, Strategy, choose
 from pronghorn.models.auto_plan import available, cuda_device_spec, dims_of, measured_times
 from pronghorn.models.load import FoundModel, default_device
+from pronghorn.models.report import queries_of
 from pronghorn.train.documents import find, prepare, tokenizer_for
 
 SCHEMA = 2
@@ -161,7 +163,9 @@ def report_plan(
         recipe = of_one_process(recipe, several.count)
     found_model, autocast = find(recipe, weights=False), autocast_dtype(recipe)
     handle = weightless(recipe, found_model)
-    data = _count(recipe, found_model)
+    for query in queries_of(handle.model, autocast):
+        check_on(handle.options.backend, query, spec.name, spec.bf16)  # what has bfloat16 is an Ampere or newer
+    data = _count(recipe, found_model, 1 if several is None else several.count)
     dims, setup = dims_of(handle.model), work_of(recipe, handle, autocast)
     unfused = None if handle.layers is None else handle.layers.reason(autocast)
     if not recipe.packing.enabled:
@@ -214,8 +218,8 @@ def policy_map(plan: Plan) -> str:
     return "layers " + ", ".join(parts) + tiled + (f"; {CODES_WRITTEN}" if plan.codes_written else "")
 
 
-def _count(recipe: Recipe, found_model: FoundModel) -> dict[str, int] | None:
-    """Count the data set's tokens and micro-batches, if it is local and small."""
+def _count(recipe: Recipe, found_model: FoundModel, gpus: int) -> dict[str, int] | None:
+    """Count the data set's tokens and the run's micro-batches on all GPUs, if it is local and small."""
     sizes: list[int] = []
     for source in recipe.data.sources("train"):
         files = [source.path, *source.path.rglob("*")] if source.path.exists() else []
@@ -225,7 +229,19 @@ def _count(recipe: Recipe, found_model: FoundModel) -> dict[str, int] | None:
     documents = prepare(recipe, "train", tokenizer_for(recipe, found_model), Console(quiet=True)).dataset
     stats = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.data_seed).stats
     rows = stats.rows if recipe.packing.enabled else stats.documents
-    batches = math.ceil(math.ceil(rows / recipe.packing.rows_per_step) * recipe.train.epochs)
-    if recipe.train.max_steps is not None:
-        batches = recipe.train.max_steps * recipe.train.gradient_accumulation_steps
+    batches = micro_batches(recipe, rows, gpus)
     return {"tokens": stats.tokens, "documents": stats.documents, "micro_batches": batches}
+
+
+def micro_batches(recipe: Recipe, rows: int, gpus: int) -> int:
+    """Count a run's micro-batches on all GPUs, as the trainer makes them: an epoch's last step takes what is left.
+
+    Args:
+        recipe: of one process.
+        rows: of an epoch, on all GPUs.
+    """
+    train, of_step = recipe.train, recipe.train.gradient_accumulation_steps
+    epoch = math.ceil(rows / (recipe.packing.rows_per_step * gpus))
+    steps = math.ceil(epoch / of_step)
+    whole, rest = divmod(train.max_steps or math.ceil(train.epochs * steps), steps)
+    return gpus * (whole * epoch + rest * of_step)

@@ -17,6 +17,7 @@ from rich.table import Table
 from pronghorn.diagnose.tables import plain_table
 from pronghorn.models.attach import PathTaken
 from pronghorn.parity.distance import Distance
+from pronghorn.text import counted
 
 SCHEMA = "pronghorn-verify-v1"
 
@@ -143,7 +144,7 @@ def render(report: Report) -> RenderableType:
     if failed == {Name.COSINE}:
         verdict = "[bold yellow]The numbers are what 8 bits give; some gradients turn further than is asked for.[/]"
     lines = [escape(f"{cause[0].upper()}{cause[1:]}.") for cause in report.causes]
-    rows = " and ".join(f"{len(row)} documents ({sum(row):,} tokens)" for row in report.rows)
+    rows = " and ".join(f"{counted(len(row), 'document')} ({sum(row):,} tokens)" for row in report.rows)
     about = (
         f"{report.name}: {report.dtype}, against {report.reference} one document at a time; {rows}, "
         f"{report.labels:,} labels; {report.device}, {report.seconds:.0f} s"

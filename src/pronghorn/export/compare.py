@@ -18,6 +18,7 @@ from pronghorn.export.comparison import LIMITS, Cause, Check, Comparison, Limits
 from pronghorn.export.conversations import Named, built_in
 from pronghorn.export.engine import Engine, NotServed, Reference, Refused, Scored
 from pronghorn.parity.distance import THREE_WAY
+from pronghorn.text import counted
 
 ROWS, ROW_TOKENS = 8, 512
 """Held-out documents that are scored, and tokens of each."""
@@ -46,15 +47,15 @@ def compare(
     if format not in LIMITS:
         raise ConfigError(f"format {format!r} is unknown", f"use one of {', '.join(LIMITS)}")
     rendered, skipped = rendered_conversations(reference)
-    say(f"token ids of {len(rendered)} conversations")
+    say(f"token ids of {counted(len(rendered), 'conversation')}")
     tokens, token_causes = _compare_tokens(reference, engine, rendered)
     chosen = rendered[:: max(len(rendered) // ANSWERS, 1)][:ANSWERS]
-    say(f"answers to {len(chosen)} conversations")
+    say(f"answers to {counted(len(chosen), 'conversation')}")
     own = [reference.complete(ids, ANSWER_TOKENS) for _, ids in chosen]
     answers = Answers(reference, engine, [named for named, _ in chosen], [ids for _, ids in chosen], own)
     scored_on = "held-out rows" if rows else "conversations and the trained model's answers"
     texts = [list(row[:ROW_TOKENS]) for row in rows[:ROWS] if len(row) > 1] or answers.texts()
-    say(f"log-probabilities of {len(texts)} texts")
+    say(f"log-probabilities of {counted(len(texts), 'text')}")
     scores, why = _score(reference, engine, texts, exact)
     limits = LIMITS[format]
     checks = [tokens, *_score_checks(scores, why, scores.widen(limits))]

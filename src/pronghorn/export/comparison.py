@@ -50,7 +50,7 @@ class Cause(Enum):
     TEMPLATE = "template differs: {}"
     TOKENIZER = "tokenizer differs: the same text is other token ids ({})"
     BASE = "adapter missing: the log-probabilities are those of the model that training began from"
-    WEIGHTS = "weights differ: merged onto another base, a damaged file, or fewer bits than {} has"
+    WEIGHTS = "weights differ: merged onto another base, a damaged file, or rounding that costs more than {} explains"
     STOP = "stop token missing: after {} the trained model stops, and the engine goes on"
     ANSWERS = "answers differ though the model is the same: the engine doesn't generate greedily at temperature 0 ({})"
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from pronghorn import state
 from pronghorn.errors import ConfigError, PronghornError, TrainingError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NAMED: ContextVar[tuple[Path, Path] | None] = ContextVar("_NAMED", default=None)
+"""Where the folder being written has its scratch files, and what whoever asked for it calls it."""
 
 
 def refuse_filled(target: Path) -> None:
@@ -25,23 +29,31 @@ def refuse_filled(target: Path) -> None:
 def whole_folder(target: Path) -> Iterator[Path]:
     """Write into a folder beside `target` that takes its place when the block ends well, as `state.new_folder`.
 
+    Errors of a folder inside another one name the outer folder, which is the one that is known.
+
     Yields:
         The folder to write into.
     Raises:
         TrainingError: the disk is full, or no folder can be made or moved there.
     """
+    outer = _NAMED.get()
+    named = outer[1] if outer is not None and target.is_relative_to(outer[0]) else target
     ours = True  # what goes wrong outside the block
     try:
         # raised inside, while what filled the disk is still there, and outside for the flush and the move
-        with full_disk(target), state.new_folder(target) as folder, full_disk(target):
+        with full_disk(named), state.new_folder(target) as folder, full_disk(named):
             ours = False
-            yield folder
+            before = _NAMED.set((folder.parent, named))
+            try:
+                yield folder
+            finally:
+                _NAMED.reset(before)
             ours = True
     except OSError as error:
         if not ours:
             raise
         raise TrainingError(
-            f"{target} can't be written ({error.strerror or error})",
+            f"{named} can't be written ({error.strerror or error})",
             "mend the path, its rights or the disk, or name another folder; what was there before is untouched",
         ) from error
 
@@ -65,11 +77,13 @@ def full_disk(target: Path) -> Iterator[None]:
 
 
 def _is_cut_off(error: Exception) -> bool:
-    """Tell whether the system took only a part of a file; of torch's error only the place says so."""
+    """Tell whether the system took only a part of a file; of torch's error only the place says so, of numpy's the
+    text."""
     if isinstance(error, PronghornError):
         return False
     too_large = getattr(error, "errno", None) == errno.EFBIG or os.strerror(errno.EFBIG) in str(error)
-    return too_large or (isinstance(error, RuntimeError) and "inline_container.cc" in str(error))
+    cut = isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)) is not None
+    return too_large or cut or (isinstance(error, RuntimeError) and "inline_container.cc" in str(error))
 
 
 def disk_is_full(error: BaseException, folder: Path) -> bool:

@@ -35,7 +35,7 @@ class Slot:
 
 def allocate_pinned(size: int) -> Tensor:
     """Make uint8 [size] of page-locked memory; RuntimeError where the system refuses it."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class PinnedPool:

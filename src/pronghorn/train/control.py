@@ -46,8 +46,8 @@ class RunControl(TrainerCallback):
         self.hang_up: Callable[[], None] = lambda: None
         self.stopped: str | None = None
         self.signal = 0
-        self.heldout: str | None = None
-        """Which rows are evaluated."""
+        self.measured: dict[str, str] = {}
+        """What held-out losses are of: which rows, and adapters of which scale. Empty where none are measured."""
         self._asked = 0
         self.seconds_before = 0.0
         self._started = self._saved = self._logged = 0.0
@@ -92,7 +92,7 @@ class RunControl(TrainerCallback):
         self._started = self._saved = self._logged = time.monotonic()
         self.seconds_before = trained_seconds(state)
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has the intervals of its own recipe
-        self.forget_other_rows(state)
+        self.forget_other_losses(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.monotonic()
@@ -112,20 +112,24 @@ class RunControl(TrainerCallback):
         if silent or control.should_save or control.should_evaluate:
             control.should_log = True
 
-    def forget_other_rows(self, state: Any) -> bool:
-        """Leave out the losses of other held-out rows than those of now, and the best if it was one of them, as neither
-        says whether a loss of these is lower; tell whether there were any."""
-        if self.heldout is None:
+    def forget_other_losses(self, state: Any) -> bool:
+        """Leave out the losses of other held-out rows than those of now, or of adapters of another scale, and the best
+        if it was one of them, as neither says whether a loss of now is lower; tell whether there were any."""
+        others = [
+            entry
+            for entry in state.log_history
+            if "eval_loss" in entry and any(entry.get(name, now) != now for name, now in self.measured.items())
+        ]
+        if not others:
             return False
-        others = [e for e in state.log_history if "eval_loss" in e and e.get("heldout", self.heldout) != self.heldout]
         for entry in others:
             del entry["eval_loss"]
         if state.best_global_step in [entry["step"] for entry in others]:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-        return bool(others)
+        return True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        state.log_history[-1]["heldout"] = self.heldout
+        state.log_history[-1] |= self.measured
         if _evaluations_since_best(state) == 0:
             control.should_save = True
         if self.out_of_patience(state):
@@ -147,13 +151,13 @@ class RunControl(TrainerCallback):
         if processes() == 1:
             return wishes
         ready, self._pending = self._pending, None
-        own = torch.tensor(wishes, dtype=torch.int32)
+        own = torch.tensor(wishes, dtype=torch.int32, device="cpu")
         if device.type == "cpu":
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
             return own.tolist()
         shared = own.pin_memory().to(device, non_blocking=True)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        host = torch.empty(len(wishes), dtype=torch.int32, pin_memory=True)
+        host = torch.empty(len(wishes), dtype=torch.int32, device="cpu", pin_memory=True)
         host.copy_(shared, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -54,7 +54,7 @@ def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, con
     for count in prepared.counts:
         left_out = f", {count.dropped:,} dropped" if count.dropped else ""
         console.print(
-            f"{count.path}: {count.rows + count.dropped:,} rows ({count.format}){left_out}; "
+            f"{count.path}: {counted(count.rows + count.dropped, 'row')} ({count.format}){left_out}; "
             f"{counted(count.used, 'document')} used",
             markup=False,
         )
@@ -68,7 +68,8 @@ def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, con
         )
     if prepared.split:
         console.print(
-            f"{prepared.split} documents split; {prepared.dropped_pieces} pieces had no label and were dropped"
+            f"{counted(prepared.split, 'document')} split; {counted(prepared.dropped_pieces, 'piece')} without a label "
+            "dropped"
         )
     if prepared.dropped or prepared.truncated:
         loud = max(prepared.dropped_share, prepared.cut_share) > MUCH

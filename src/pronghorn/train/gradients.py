@@ -239,7 +239,7 @@ def _to_host(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Start copying to the host; the event says when it is there (None: it is)."""
     if flags.device.type != "cuda":
         return flags, None
-    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
     host.copy_(flags, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

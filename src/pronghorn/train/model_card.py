@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from pronghorn.text import counted
 from pronghorn.train.page import write_text
 from pronghorn.train.record import RunRecord
 from pronghorn.version import VERSION
@@ -133,14 +134,16 @@ def _facts(record: RunRecord, licence: str | None) -> list[tuple[str, str]]:
     loss = "no held-out data in this run"
     after = record.heldout["after"]
     if before is not None and after is not None and math.isfinite(before + after):
-        loss = f"{before:.4f} → {after:.4f}, over {record.heldout['rows']:,} rows, nats per supervised token"
+        rows = counted(int(record.heldout["rows"] or 0), "row")
+        loss = f"{before:.4f} → {after:.4f}, over {rows}, nats per supervised token"
     steps = record.steps[-1]["step"] if record.steps else 0
     schedule = f"learning rate {train['learning_rate']:g}, {train['lr_scheduler']}"
+    documents = counted(packing["documents"], "document")
     of_data = "the data may have another of their own"
     return [
         ("Base", base),
         ("Trained", f"{method}, {parameters:,.0f} parameters ({share:.2%} of the model)"),
-        ("Data", f"{sources or '–'}: {packing['documents']:,} documents, {packing['tokens']:,} tokens{supervised}"),
+        ("Data", f"{sources or '–'}: {documents}, {packing['tokens']:,} tokens{supervised}"),
         ("Held-out loss", loss),
         ("Steps", f"{steps:,.0f}, {schedule}, {train['optimizer']}, on {record.device}"),
         ("Licence", f"{licence}, the base's; {of_data}" if licence else f"the base's, which its card tells; {of_data}"),

@@ -1,19 +1,35 @@
-"""What the trainer mends in rows before and after TRL tokenises them."""
+"""What the trainer mends in rows before and after TRL tokenises them, and how it collates them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow.compute
 import trl.chat_template_utils
 from datasets import Dataset, IterableDataset
 
+from pronghorn.data.batch import Collator
+from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import ConfigError, DataError
 
 _TURNS = ("prompt", "completion", "chosen", "rejected", "messages")
 """Columns of which TRL asks whichever comes first in a set, another in each process, whether rows are conversations."""
+
+
+@dataclass(frozen=True)
+class Collators:
+    """Packed rows carry their documents' lengths; others, which may have a number there, are padded to the longest. Not
+    the trainer's own method: loaders' workers that aren't forked (Python 3.14's) are sent it, and no trainer can be."""
+
+    packed: Collator
+    padded: Any
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return self.packed(rows) if np.ndim(rows[0].get("lengths", 0)) else self.padded(rows)
 
 
 def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, args: Any) -> Any:
@@ -94,6 +110,24 @@ def check_assistant_only(row: dict[str, Any], formats: bool, tokenizer: Any, arg
             "leave assistant_only_loss out and call pronghorn.train_on_responses_only(trainer, instruction_part=..., "
             "response_part=...) before training",
         ) from error
+
+
+def supervised(name: str, documents: Dataset) -> Dataset:
+    """Return the tokenised documents less those of which no token is trained; a document's first one never is."""
+    kept: list[bool] = []
+    for table in documents.select_columns("labels").with_format("arrow").iter(batch_size=10_000):
+        lengths = pyarrow.compute.list_value_length(table["labels"])
+        trained = pyarrow.compute.list_flatten(table["labels"]).to_numpy() != IGNORE_INDEX
+        before = np.concatenate([[0], np.cumsum(trained)])  # trained tokens before each one
+        ends = np.cumsum(pyarrow.compute.fill_null(lengths, 0).to_numpy())
+        seconds = np.minimum(np.concatenate([[0], ends[:-1]]) + 1, ends)
+        # those without a list of labels stay, to be refused
+        kept += ((before[ends] > before[seconds]) | lengths.is_null().to_numpy()).tolist()
+    if all(kept):
+        return documents
+    count = len(kept) - sum(kept)
+    warnings.warn(f"{name}: {count} of {len(kept)} documents have no token to train and are left out", stacklevel=4)
+    return documents.select(np.flatnonzero(kept))
 
 
 def tidied(documents: Any, given: Any, tokenizer: Any) -> Any:

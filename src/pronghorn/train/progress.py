@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from transformers import TrainerCallback
 
+from pronghorn.text import counted
 from pronghorn.train.control import trained_seconds
 
 if TYPE_CHECKING:
@@ -139,12 +140,13 @@ class RowsProgress:
         if error is not None:  # whose own message says what happened
             return
         for source, task in zip(self._tasks, self._bar.tasks, strict=True):
-            self.console.print(f"{source}: {_done(task, ' rows tokenised')}", markup=False)
+            rows = counted(int(task.completed), "row")
+            self.console.print(f"{source}: {rows} tokenised in {duration(task.elapsed or 0.0)}", markup=False)
 
 
-def _done(task: Task, what: str = "") -> str:
+def _done(task: Task) -> str:
     """Return how much was done in how long."""
-    return f"{task.completed:,.0f}{what} in {duration(task.elapsed or 0.0)}"
+    return f"{task.completed:,.0f} in {duration(task.elapsed or 0.0)}"
 
 
 def duration(seconds: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import UndefinedError
 
 from pronghorn.errors import DataError, PronghornError
+from pronghorn.text import counted
 from pronghorn.train.charts import SMOOTHED_FROM, loss_chart, speed_chart, step_chart
 from pronghorn.train.documents import MUCH, lost_documents
 from pronghorn.train.page import write_page
@@ -81,7 +82,7 @@ def headlines(record: RunRecord, live: bool = False) -> list[tuple[str, str, str
         after = record.evaluations[-1]["loss"]
     cards = []
     if before is not None and after is not None:
-        note = f"over {record.heldout['rows']:,} rows, nats per supervised token"
+        note = f"over {counted(int(record.heldout['rows'] or 0), 'row')}, nats per supervised token"
         change = (after - before) / before if before else math.nan
         if math.isfinite(change):
             note = f"{change:+.1%} ".replace("-", "−") + note
@@ -99,7 +100,7 @@ def headlines(record: RunRecord, live: bool = False) -> list[tuple[str, str, str
         (
             "Time",
             duration(record.seconds),
-            f"{record.steps[-1]['step'] if record.steps else 0:,} steps"
+            f"{counted(int(record.steps[-1]['step']) if record.steps else 0, 'step')}"
             + (" so far" if live else f", limited by {record.stopped}")
             + resumed,
         ),

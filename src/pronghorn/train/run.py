@@ -167,7 +167,9 @@ def _build(
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     control.hang_up = lambda: setattr(console, "quiet", True)
     if heldout is not None:
-        control.heldout = f"{state.data['eval']}, {recipe.model.max_seq_length}, {recipe.data.eval_rows}"
+        scale = f"{recipe.adapter.lora_alpha}, {recipe.adapter.use_rslora}, {recipe.adapter.alpha_pattern}"
+        rows = f"{state.data['eval']}, {recipe.model.max_seq_length}, {recipe.data.eval_rows}"
+        control.measured = {"heldout": rows, "scale": scale}
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = make_trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress], args)
     check_ids("data.eval", heldout, tokenizer, model)
@@ -278,8 +280,9 @@ def _load_if_trained(current: _Run) -> bool:
     if newest is None:
         return False
     saved = TrainerState.load_from_json(str(newest / "trainer_state.json"))
-    if current.control.forget_other_rows(saved):
-        current.console.print("[yellow]The held-out rows changed: losses of the earlier ones don't count[/]")
+    if current.control.forget_other_losses(saved):
+        changed = "The held-out rows or the adapters' scale changed"
+        current.console.print(f"[yellow]{changed}: losses of the earlier ones don't count[/]")
     impatient = current.control.out_of_patience(saved)
     # killed between the last checkpoint and its note in the journal, which may be of a checkpoint that is gone
     out_of_time = state.stopped == "max_minutes" and state.trained == saved.global_step

@@ -16,11 +16,10 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import trl
 from accelerate.utils import DistributedType
@@ -60,18 +59,6 @@ from pronghorn.train.ranks import (
 )
 from pronghorn.train.rates import kept_rates
 from pronghorn.train.shared_layers import SharedLayersTrainer
-
-
-@dataclass(frozen=True)
-class _Collators:
-    """Packed rows carry their documents' lengths; others, which may have a number there, are padded to the longest. Not
-    the trainer's own method: loaders' workers that aren't forked (Python 3.14's) are sent it, and no trainer can be."""
-
-    packed: Collator
-    padded: Any
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.packed(rows) if np.ndim(rows[0].get("lengths", 0)) else self.padded(rows)
 
 
 class SFTTrainer(SharedLayersTrainer):
@@ -151,7 +138,7 @@ class SFTTrainer(SharedLayersTrainer):
         validate.check_tokens(self)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
-        self.data_collator = _Collators(self._pack_collator, stock)
+        self.data_collator = prepared_rows.Collators(self._pack_collator, stock)
         self._watch = GradientWatch(None if self._shared is None else self._shared.trained)
         self.add_callback(self._watch)
         self._counted = StepCounters()
@@ -183,6 +170,9 @@ class SFTTrainer(SharedLayersTrainer):
         if isinstance(dataset, PackedRows):
             return dataset
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
+            if trains:  # as TRL does: a row of them alone would be a step in which nothing learns
+                dataset = prepared_rows.supervised(dataset_name, dataset)
+                validate.check_documents(dataset_name, dataset, args.max_length)
             return PackedRows(dataset, args.max_length, seed=data_seed(args))
         dataset = prepared_rows.readable(dataset_name, dataset, formatting_func, args)
         documents = super()._prepare_dataset(dataset, processing_class, args, False, None, dataset_name)
@@ -357,6 +347,13 @@ class SFTTrainer(SharedLayersTrainer):
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict as stock does. Packed rows are refused: predictions would be None, the loss a mean of rows'."""
+        if isinstance(test_dataset, PackedRows):
+            problem = "predict() was given packed rows, for which no logits are made"
+            raise UnsupportedError(problem, "give it the documents, or take the loss from evaluate()")
+        return super().predict(test_dataset, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return where checkpoints go: aside while one is being written."""
