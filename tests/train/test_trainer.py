@@ -255,6 +255,20 @@ def test_columns_of_names_that_mean_something_here(stories: Path, tmp_path: Path
             SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_completion_mask_that_nothing_would_read_is_refused(stories: Path, tmp_path: Path, packing: bool) -> None:
+    model, tokenizer = adapted(stories)
+    rows = Dataset.from_list([{"input_ids": [1, 5, 6, 7], "completion_mask": [0, 0, 1, 1]}] * 4)
+    with pytest.raises(ConfigError, match="completion_mask") as caught:
+        SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=rows, tokenizer=tokenizer)
+    assert "completion_only_loss=True" in caught.value.remedy
+    for only, trained in ((True, [-100, -100, 6, 7]), (False, [1, 5, 6, 7])):
+        args = config(tmp_path, packing=packing, completion_only_loss=only)
+        trainer = SFTTrainer(model, args, train_dataset=rows, tokenizer=tokenizer)
+        [labels, *_] = getattr(trainer.train_dataset, "documents", trainer.train_dataset)["labels"]
+        assert labels[1:] == trained[1:]
+
+
 TURNS = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
 PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
 

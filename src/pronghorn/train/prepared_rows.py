@@ -41,6 +41,8 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
         given: rows; those that are tokenised, or not to be prepared, come back as they are.
         formatting: the trainer's `formatting_func`, whose texts alone are read, or None.
         args: the trainer's arguments.
+    Raises:
+        ConfigError: tokenised rows have a mask that nothing would read.
     """
     if not isinstance(given, Dataset | IterableDataset) or (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
         return given
@@ -48,6 +50,11 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
     if "input_ids" in columns:
         if formatting is not None:
             warnings.warn(f"{name} is tokenised already: formatting_func is not used", stacklevel=3)
+        if "completion_mask" in columns and "labels" not in columns and args.completion_only_loss is None:
+            raise ConfigError(
+                f"{name} has a completion_mask, which TRL reads only with completion_only_loss: all would be trained",
+                "set completion_only_loss=True in SFTConfig, or False to train all tokens",
+            )
         return given
     if formatting is not None:
         workers = {"num_proc": args.dataset_num_proc} if isinstance(given, Dataset) else {}
