@@ -1,12 +1,14 @@
 """What a base and a compute cost in accuracy: LoRA on a real model and real text, from several seeds, in pairs.
 
     python -m benchmarks.accuracy --model SMOLLM2_FOLDER_OR_WHEEL --data gsm8k/ --workers 5 --out result.json
+    python -m benchmarks.accuracy --model GEMMA_FOLDER --data gsm8k/ --gradients --only bf16 fp8 --out gradients.json
 
 LoRA r16 on all linears, the same rows in the same order and the same adapters at the start for every candidate of a
 seed; a seed decides both. Seeds may run side by side. Losses are nats a supervised token on held-out rows: `heldout` as
 the model was trained, `deployed` with its adapters on the bf16 base, which is how adapters are used. What a candidate
 loses is the difference to float32's final loss in percent of what float32 gained, with a 95 % interval over seeds
-(Student's t).
+(Student's t). With `--gradients` nothing is trained: the first seed's adapters' gradients of one row are compared with
+float32's, which a CPU can do, too.
 
 The candidates with outliers train the same function: some channels of each norm are multiplied by a power of two and
 the weights behind divided by it, so that activations have the outliers of large models. "fp8_both, head too" multiplies
@@ -270,6 +272,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--held-out", type=int, default=300, help="rows that are held out")
     parser.add_argument("--workers", type=int, default=1, help="seeds that run side by side")
+    parser.add_argument("--gradients", action="store_true", help="train nothing, compare gradients at the start")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[each.name for each in CANDIDATES], default=[],
         help="candidates beside float32; all without")  # fmt: skip
     return parser
@@ -283,6 +286,9 @@ def chosen(given: argparse.Namespace) -> list[Candidate]:
 def main(given: argparse.Namespace) -> None:
     """Train every candidate from every seed; print a table and write one JSON object."""
     check_out(given.out)
+    if given.gradients:
+        compare_gradients(given)
+        return
     given.name = given.model.name
     results: dict[str, dict[str, list[Any]]] = {}
     report: dict[str, Any] = {}
@@ -312,6 +318,28 @@ def main(given: argparse.Namespace) -> None:
     print(json.dumps(report, indent=1))
     if given.out:
         unfinished(given).unlink(missing_ok=True)
+
+
+def compare_gradients(given: argparse.Namespace) -> None:
+    """Compare each candidate's gradients of one row, at the start, with float32's; print and write one JSON object."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base, tokenizer = load(given.model)
+    [row] = rows_of(documents(read(given.data, given.held_out)[0], tokenizer), 1)
+    exact: dict[str, Tensor] = {}
+    report: dict[str, Any] = {"schema": "pronghorn-gradients-v1", "model": given.model.name, "data": given.data.stem}
+    report |= {"tokens": ROW, "candidates": {}, "device": device_name(), "versions": versions(), "commit": given.commit}
+    for candidate in (each for each in chosen(given) if each.outliers == 1):
+        model = adapted(base, candidate, 0, device)
+        scale = LOSS_SCALE if candidate.dtype is torch.float16 else 1.0
+        loss = loss_of(model, [row], device)
+        found = {name: g for name, g in gradients(model, row, device, scale).items() if ".lora_B." in name}
+        exact = exact or found
+        report["candidates"][candidate.name] = {"loss": round(loss, 4)} | spread_of(cosines(found, exact))
+        print(candidate.name, report["candidates"][candidate.name], flush=True)
+        if given.out:
+            given.out.write_text(json.dumps(report, indent=1) + "\n")
+        del model
+        gc.collect()
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
