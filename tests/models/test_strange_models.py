@@ -149,11 +149,22 @@ def test_a_run_is_no_model_and_the_error_says_where_its_adapter_is(adapter: Path
         ({"modules_to_save": [""]}, "modules_to_save '' is not in the model"),
         ({"modules_to_save": ["model"]}, "modules_to_save 'model' holds the model's layers"),
         ({"target_modules": "(a+)+"}, "may take for ever"),
+        *(
+            ({"target_modules": targets, "modules_to_save": ["self_attn", "mlp"]}, "no linear is left for an adapter")
+            for targets in (["q_proj", "down_proj"], r".*\.mlp\..*", "all-linear", None)
+        ),
     ],
 )
 def test_names_that_mean_the_whole_model(model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PronghornError, match=message):
         FastLanguageModel.get_peft_model(load(model)[0], **options)
+
+
+def test_linears_that_are_trained_whole_get_no_adapter_beside_others_that_do(model: Path) -> None:
+    options = {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["mlp"]}
+    adapted = FastLanguageModel.get_peft_model(load(model)[0], r=2, **options)
+    trained = {name.split(".")[-4] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert trained == {"q_proj"}
 
 
 LOADERS = ("from_pretrained", "from_config", "get_config_dict")

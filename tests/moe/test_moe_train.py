@@ -136,6 +136,12 @@ def test_full_fine_tuning_has_no_target_parameters(make: Any, tmp_path: Path) ->
         ("llama", {"target_parameters": TARGETS}, "it has no experts"),
         ("mixtral", {"target_parameters": [*TARGETS, "experts.up_proj"]}, "use mlp.experts.down_proj or mlp.experts"),
         ("mixtral", {"target_parameters": TARGETS, "lora_dropout": 0.1}, "set lora_dropout to 0"),
+        ("mixtral", {"target_parameters": TARGETS, "modules_to_save": ["mlp"]}, "lies in modules_to_save 'mlp'"),
+        (
+            "gpt_oss",
+            {"target_parameters": TARGETS, "modules_to_save": ["experts"]},
+            "lies in modules_to_save 'experts'",
+        ),
     ],
 )
 def test_targets_that_make_no_sense(family: str, options: dict[str, Any], message: str) -> None:

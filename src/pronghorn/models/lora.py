@@ -127,6 +127,7 @@ def add_lora(
             f"use a rank from 1 to {most}",
         )
     check_whole_modules(model, modules_to_save or ())
+    _check_adapted_or_whole(model, targets, target_parameters or (), modules_to_save or ())
     ends = bool(set(end_names(base_causal_lm(model))) & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
     if trainable_token_indices:
@@ -274,6 +275,42 @@ def _check_targets(
             )
         if not found:
             raise ConfigError(f"target module {target!r} is not in the model", some)
+
+
+def _check_adapted_or_whole(
+    model: Any, targets: str | list[str], parameters: Sequence[str], whole: Sequence[str]
+) -> None:
+    """Refuse adapters of experts that are trained whole, and targets that all are.
+
+    PEFT saves such experts' adapters so that it can't load them again. It passes over linears that are trained whole,
+    and fails where no other is left.
+    """
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear, transposed
+
+    names = [name for name, _ in model.named_modules()]
+    roots = {f"{name}.": module for module in whole for name in _named(module, names)}
+    for parameter in parameters:
+        for name in _named(parameter, weight_names(model)):
+            module = next((module for root, module in roots.items() if name.startswith(root)), None)
+            if module is not None:
+                raise ConfigError(
+                    f"target parameter {parameter!r} lies in modules_to_save {module!r}, which trains it whole",
+                    "name it in one of the two",
+                )
+    if targets == "all-linear":
+        ends = end_names(base_causal_lm(model))
+        linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+        found = [name for name in linears if name.rsplit(".", 1)[-1] not in ends]
+    elif isinstance(targets, str):
+        found = [name for name in names if re.fullmatch(targets, name)]
+    else:
+        found = [name for target in targets for name in _named(target, names)]
+    if found and not parameters and all(f"{name}.".startswith(tuple(roots)) for name in found):
+        raise ConfigError(
+            f"modules_to_save {', '.join(sorted(set(roots.values())))} trains all of target_modules whole: "
+            "no linear is left for an adapter",
+            "name other target_modules, or fewer modules_to_save",
+        )
 
 
 def _check_head_of_rows(base: Any, rows: dict[str, list[int]], tied: bool) -> None:
