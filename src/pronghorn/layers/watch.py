@@ -17,7 +17,10 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.linears import merged_into
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+DROPOUTS = ("attention_dropout", "residual_dropout")
+"""Attributes of attention and MLPs, which drop in training what these say."""
 _NUMBERS = (
+    *DROPOUTS,
     *("scaling", "sliding_window", "use_rope", "use_qk_norm"),
     *("variance_epsilon", "eps", "residual_multiplier"),
 )
