@@ -136,6 +136,35 @@ def test_another_window_is_noticed(family: str) -> None:
     assert_same(found[1], found[0])
 
 
+def _queries_grow(model: Any) -> None:
+    own = dict(model.config.rope_parameters)  # other tiny models have the same one
+    model.config.rope_parameters = own | {"llama_4_scaling_beta": 2.0, "original_max_position_embeddings": 5}
+
+
+def _switch(name: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for layer in model.model.layers:
+            setattr(layer.self_attn, name, False)
+
+    return change
+
+
+CHOICES = [("ministral3", _queries_grow), ("smollm3", _switch("use_rope")), ("glm4_moe", _switch("use_qk_norm"))]
+
+
+@pytest.mark.parametrize(("family", "change"), CHOICES)
+def test_what_attention_reads_in_every_forward_is_noticed(family: str, change: Callable[[Any], None]) -> None:
+    found = []
+    for layers in ("stock", "fused"):
+        model = with_adapters(tiny_model(family))
+        attach(model, layers=layers)
+        before = loss_and_gradients(model, BATCH)
+        change(model.get_base_model())
+        found.append(loss_and_gradients(model, BATCH))
+        assert found[-1][0] != before[0]
+    assert_same(found[1], found[0])
+
+
 def test_layers_that_were_taken_out_are_fused_when_they_are_back() -> None:
     """As `measured_times` does: a build of one layer serves no other ones."""
     model = with_adapters(tiny_model("llama"))

@@ -338,6 +338,14 @@ def test_on_another_gpu_than_the_current_one(family: str, layers: Any, nan_memor
         assert torch.equal(gradient, found[1][name]), name
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
+def test_default_targets_are_those_of_the_layers_that_there_are(family: str, kind: str) -> None:
+    model = add_lora(tiny_model(family, num_hidden_layers=2, layer_types=[kind] * 2))
+    adapted = model.peft_config["default"].target_modules
+    assert ("q_proj" in adapted, "out_proj" in adapted) == (kind == "full_attention", kind == "linear_attention")
+
+
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "gpt_oss"])
 def test_a_dense_model_s_list_of_targets_adapts_attention(family: str) -> None:
     """Scripts give all seven linears, whatever the model; of other lists nothing is left out."""

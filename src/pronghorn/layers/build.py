@@ -33,7 +33,7 @@ from pronghorn.layers.linears import unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
 from pronghorn.layers.per_layer_input import PerLayerInputBlock
 from pronghorn.layers.stock import ExpertsBesideBlock, StockBlock, StockPerLayerInput
-from pronghorn.layers.watch import HOOKS
+from pronghorn.layers.watch import DROPOUTS, HOOKS
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.memory.recompute import has_own_forward
 from pronghorn.precision.compute import Compute
@@ -171,6 +171,8 @@ class LayerBuilder:
             return made if isinstance(made, str) else None
         if not self.is_own(module) and block.module:
             return f"{type(module).__name__} has another forward than transformers'"
+        if any(getattr(module, name, 0) for name in DROPOUTS):  # set since, or left where a configuration's was unset
+            return f"dropout in {type(module).__name__}"
         if isinstance(block.kind, GatedMLP | PerLayerInput) and _activation(module, block.kind) is None:
             return f"activation {type(module.get_submodule(block.kind.activation)).__name__} has no kernel"
         norms = [layer.get_submodule(path) for path in block.norms]

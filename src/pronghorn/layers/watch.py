@@ -17,7 +17,13 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.linears import merged_into
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NUMBERS = ("scaling", "sliding_window", "variance_epsilon", "eps", "residual_multiplier")
+DROPOUTS = ("attention_dropout", "residual_dropout")
+"""Attributes of attention and MLPs, which drop in training what these say."""
+_NUMBERS = (
+    *DROPOUTS,
+    *("scaling", "sliding_window", "use_rope", "use_qk_norm"),
+    *("variance_epsilon", "eps", "residual_multiplier"),
+)
 """Attributes of modules that fused layers read and that somebody may set."""
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict)
 """Modules that nobody calls: only what they hold matters."""
@@ -72,6 +78,8 @@ class Watch:
         found += map(attrgetter("_version"), self._written)
         found += [held[name] for held, name in self._numbers if name in held]
         found += [config.sliding_window for config in self._configs]  # where modules have none of their own
+        # a copy: Ministral 3's attention looks up in every forward by what queries grow
+        found += [dict(getattr(config, "rope_parameters", None) or {}) for config in self._configs]
         found += map(_ADAPTER, self._adapted)
         found += map(merged_into, self._merged)
         found += chain.from_iterable([each.scaling.values() for each in self._adapted])

@@ -192,8 +192,9 @@ def family_targets(model: Any) -> tuple[str, ...]:
     family = check_config(base.config)
     if family.generic:
         return reached_linears(base)
-    every = (name for layer in base.base_model.layers for name in family.linear_names(layer))
-    return family.lora_targets or tuple(dict.fromkeys(every))
+    every = dict.fromkeys(name for layer in base.base_model.layers for name in family.linear_names(layer))
+    # a model of few layers may have one kind of them only
+    return tuple(name for name in family.lora_targets or every if name in every)
 
 
 def _named(wanted: str, names: Sequence[str]) -> list[str]:
