@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
+from pronghorn.data.packed_rows import PackedRows
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.sharded import sharded
@@ -125,6 +126,8 @@ def train(case: Case, processes: int, folder: Path) -> dict[str, Any]:
         if case.by_ddp:
             patch.setattr(ranks, "MOST_BYTES", 0)
         trainer: Any = Noting(model, args, train_dataset=documents(), processing_class=byte_tokenizer(512))
+        # with those of no label, which the trainer leaves out
+        trainer.train_dataset = PackedRows(documents(), ROW, seed=ranks.data_seed(args))
         trainer.train()
     wrapped = isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
     assert wrapped == (case.by_ddp and processes > 1) and len(trainer.train_dataset) == 2 * STEP_ROWS + 1
