@@ -78,7 +78,7 @@ class Watch:
         found += map(attrgetter("_version"), self._written)
         found += [held[name] for held, name in self._numbers if name in held]
         found += [config.sliding_window for config in self._configs]  # where modules have none of their own
-        # a copy: Ministral 3's attention looks up in every forward by what queries grow
+        # a copy, as somebody may change it in place: there are attentions that read it in every forward
         found += [dict(getattr(config, "rope_parameters", None) or {}) for config in self._configs]
         found += map(_ADAPTER, self._adapted)
         found += map(merged_into, self._merged)

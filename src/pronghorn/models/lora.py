@@ -17,7 +17,7 @@ from pronghorn.layers.linears import is_4bit
 from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
 from pronghorn.models.families import base_causal_lm, check_config, check_subject, decoder_layers, has_experts
-from pronghorn.models.reach import end_names, reached_linears
+from pronghorn.models.reach import all_linears, end_names, reached_linears
 from pronghorn.recipe_sections import CHANGES_BASE
 
 DENSE_MLP = tuple(name for group in GatedMLP().linears for name in group)
@@ -286,8 +286,8 @@ def _check_adapted_or_whole(
     PEFT saves such experts' adapters so that it can't load them again. It passes over linears that are trained whole,
     and fails where no other is left.
     """
-    from transformers.pytorch_utils import Conv1D  # GPT-2's linear, transposed
-
+    if not whole:
+        return
     names = [name for name, _ in model.named_modules()]
     roots = {f"{name}.": module for module in whole for name in _named(module, names)}
     for parameter in parameters:
@@ -299,9 +299,9 @@ def _check_adapted_or_whole(
                     "name it in one of the two",
                 )
     if targets == "all-linear":
-        ends = end_names(base_causal_lm(model))
-        linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)]
-        found = [name for name in linears if name.rsplit(".", 1)[-1] not in ends]
+        ends, linears = end_names(base_causal_lm(model)), set(all_linears(model))
+        named = [name for name, module in model.named_modules() if module in linears]
+        found = [name for name in named if name.rsplit(".", 1)[-1] not in ends]
     elif isinstance(targets, str):
         found = [name for name in names if re.fullmatch(targets, name)]
     else:

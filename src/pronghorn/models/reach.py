@@ -35,7 +35,7 @@ def reached_linears(base: Any) -> tuple[str, ...]:
     names = {module: name for name, module in base.named_modules()}
     layers = decoder_layers(base)
     routers = {module for layer in layers for module in _routers(layer)}
-    inside = [module for module in _linears(layers) if module not in routers]
+    inside = [module for module in all_linears(layers) if module not in routers]
     experts = tuple(f"{names[layer]}.{path}." for layer in layers for path, _ in expert_counts(layer))
     reached = _called(base)
     ends = dict.fromkeys(names[module].rpartition(".")[2] for module in inside if module in reached)
@@ -62,7 +62,7 @@ def _called(base: Any) -> list[nn.Module]:
         if not isinstance(module, nn.Linear) or widths == [module.in_features, module.out_features]:
             called.setdefault(module)
 
-    hooks = [module.register_forward_hook(note) for module in _linears(base)]
+    hooks = [module.register_forward_hook(note) for module in all_linears(base)]
     ids = torch.arange(4, device=base.device)[None]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
@@ -79,8 +79,9 @@ def _called(base: Any) -> list[nn.Module]:
     return list(called)
 
 
-def _linears(base: nn.Module) -> list[nn.Module]:
-    from transformers.pytorch_utils import Conv1D  # GPT-2's linear, transposed
+def all_linears(base: nn.Module) -> list[nn.Module]:
+    """List a model's linears, transformers' own with a transposed weight among them."""
+    from transformers.pytorch_utils import Conv1D
 
     return [module for module in base.modules() if isinstance(module, nn.Linear | Conv1D)]
 
@@ -92,7 +93,7 @@ def _routers(layer: nn.Module) -> list[nn.Module]:
         beside: Any = layer.get_submodule(path.rpartition(".")[0]) if path else layer
         holders = [module for module in beside.modules() if getattr(module, "out_features", None) == count]
         found += [module for module in holders if isinstance(module, nn.Linear)]
-    return [*found, *(module for module in _linears(layer) if getattr(module, "out_features", None) == 1)]
+    return [*found, *(module for module in all_linears(layer) if getattr(module, "out_features", None) == 1)]
 
 
 def _refused_by_peft(base: Any) -> set[str]:
