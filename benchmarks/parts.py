@@ -50,7 +50,7 @@ def run_parts(
             print(f"{name}: measured before", flush=True)
             continue
         before = done.get(name, {})
-        done[name] = measure(name) if measure else one(name, given, lambda *files: _command(module, *files), before)
+        done[name] = measure(name) if measure else one(name, given, lambda *files: command_of(module, *files), before)
         said = done[name].get("error") or f"{done[name]['part_s']:.0f} s"
         print(f"{name}: {said}", flush=True)
         facts.keep()
@@ -66,7 +66,8 @@ def _earlier(out: Path | None) -> dict[str, Any]:
     return {} if file is None else json.loads(file.read_text(encoding="utf-8")).get("parts", {})
 
 
-def _command(module: str, name: str, arguments: Path, result: Path) -> Sequence[str]:
+def command_of(module: str, name: str, arguments: Path, result: Path) -> Sequence[str]:
+    """Return the command that measures one part of a module."""
     return [sys.executable, "-m", "benchmarks.parts", module, name, str(arguments), str(result)]
 
 

@@ -22,7 +22,12 @@ RANK = 16
 LEARNING_RATE = 1e-5
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DELTA_NET_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
-LFM2_TARGETS = ("in_proj", "out_proj", "w1", "w2", "w3")
+TARGETS_OF = {
+    "lfm2": (*TARGETS[:3], "in_proj", "out_proj", "w1", "w2", "w3"),
+    "starcoder2": (*TARGETS[:4], "c_fc", "c_proj"),
+    "deepseek_v2": ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", *TARGETS[3:]),
+}
+"""Every linear of families whose linears have other names."""
 DOCUMENTS_A_BATCH = 8
 """Documents in a batch of a candidate that can't pack."""
 
@@ -62,8 +67,8 @@ class Spec:
         targets = [*(TARGETS[:4] if routed else TARGETS)]
         kinds = self.config.get("layer_types") or ()
         targets += DELTA_NET_TARGETS if "linear_attention" in kinds else ()
-        targets = [*TARGETS[:3], *LFM2_TARGETS] if "conv" in kinds else targets
-        found = {"r": RANK, "lora_alpha": RANK, "target_modules": targets}
+        targets = TARGETS_OF.get(self.config["model_type"], targets)
+        found = {"r": RANK, "lora_alpha": RANK, "target_modules": list(targets)}
         experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if routed and self.experts == "lora" else []
         return found | ({"target_parameters": experts} if experts else {})
 

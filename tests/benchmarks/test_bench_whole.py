@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -253,6 +254,29 @@ def test_probes_are_timed_and_a_slow_one_is_told(most: float, tmp_path: Path) ->
     found = json.loads((tmp_path / "probe.json").read_text())
     assert done.exit_code == (most == 0.0), done.output
     assert found["clean"] and len(found["seconds"]) == 3 and min(found["seconds"]) > 0
+
+
+@pytest.mark.parametrize("most", [60.0, -60.0])
+def test_what_a_probe_adds_where_nothing_was_compiled(
+    most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = set()
+
+    def here(name: str, given: Any, command: Any) -> dict[str, Any]:
+        folders.add(os.environ["TRITON_CACHE_DIR"])
+        assert not Path(os.environ["TRITON_CACHE_DIR"]).exists()
+        return probe_cost.part(name, given)
+
+    for tool in ("TRITON", "TORCHINDUCTOR"):
+        monkeypatch.setenv(f"{tool}_CACHE_DIR", "")
+    monkeypatch.setattr(parts, "one", here)
+    monkeypatch.setattr(probe_cost, "TOKENS", 64)
+    done = programs.invoke(probe_cost, "--cold", "--tiny", "--most", most, "--out", tmp_path / "probe.json")
+    found = json.loads((tmp_path / "probe.json").read_text())
+    assert done.exit_code == (most < 0), done.output
+    assert len(folders) == 4 and len(found["later_s"]) == 2
+    probed = found["parts"]["probe and first step"]
+    assert probed["clean"] and probed["first step ended"] > probed["probe"] > 0
 
 
 # --- the guard

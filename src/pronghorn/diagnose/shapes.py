@@ -113,6 +113,15 @@ _LFM2: dict[str, Any] = {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
 }
+_STARCODER2 = _rope(999999.4420358813, norm_epsilon=1e-5, sliding_window=4096, use_bias=True)
+_DEEPSEEK_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_DEEPSEEK_ROPE |= {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
+_DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "rope_parameters": _DEEPSEEK_ROPE,
+    **{"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    **{"first_k_dense_replace": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+}
 _MIXTRAL = _rope(1e6, num_local_experts=8, num_experts_per_tok=2)
 _OLMOE = _rope(1e4, num_experts=64, num_experts_per_tok=8)
 _TABLE: dict[str, tuple[Any, ...]] = {
@@ -139,6 +148,8 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "Gemma-4-31B": ("gemma4_text", 60, 5376, 21504, 32, 16, 256, 262144, True, 1e-6, 262144, _GEMMA4_31B),
     "Gemma-4-26B-A4B": ("gemma4_text", 30, 2816, 2112, 16, 8, 256, 262144, True, 1e-6, 262144, _GEMMA4_26B_A4B),
     "LFM2-1.2B": ("lfm2", 16, 2048, 12288, 32, 8, 64, 65536, True, 1e-5, 128000, _LFM2),
+    "StarCoder2-3B": ("starcoder2", 30, 3072, 12288, 24, 2, 128, 49152, True, 1e-5, 16384, _STARCODER2),
+    "DeepSeek-V2-Lite": ("deepseek_v2", 27, 2048, 10944, 16, 16, 64, 102400, False, 1e-6, 163840, _DEEPSEEK_V2_LITE),
     "tiny-moe": ("qwen3_moe", 3, 64, 96, 4, 2, 16, 512, False, 1e-6, 8192, _qwen3_moe(8, 2, 32)),
     "tiny-gpt-oss": ("gpt_oss", 4, 64, 32, 4, 2, 16, 512, False, 1e-5, 8192, _gpt_oss(8, 2, 16)),
     "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 40960, _qwen3_moe(128, 8, 768)),
