@@ -75,7 +75,7 @@ def test_a_part_that_was_ended_gets_what_it_had(tmp_path: Path, monkeypatch: pyt
     out = tmp_path / "parts.json"
     out.write_text(json.dumps({"parts": {"a": {"half": 1, "error": "cut off"}}}))
     code = "import json, sys; a, b = sys.argv[1:]; json.dump({'before': json.load(open(a))['before']}, open(b, 'w'))"
-    monkeypatch.setattr(parts, "_command", lambda _, __, *files: [sys.executable, "-c", code, *map(str, files)])
+    monkeypatch.setattr(parts, "command_of", lambda _, __, *files: [sys.executable, "-c", code, *map(str, files)])
     done = parts.run_parts(Kept(), given(out, only=["a", "b"]), "")
     assert done["a"]["before"] == {"half": 1, "error": "cut off"} and done["b"]["before"] == {}
 
@@ -265,7 +265,7 @@ def test_what_a_probe_adds_where_nothing_was_compiled(
     def here(name: str, given: Any, command: Any) -> dict[str, Any]:
         folders.add(os.environ["TRITON_CACHE_DIR"])
         assert not Path(os.environ["TRITON_CACHE_DIR"]).exists()
-        return probe_cost.part(name, given)
+        return probe_cost.part(name, given) | {"part_s": 0.0}
 
     for tool in ("TRITON", "TORCHINDUCTOR"):
         monkeypatch.setenv(f"{tool}_CACHE_DIR", "")
