@@ -59,7 +59,8 @@ def candidate(name: str, given: argparse.Namespace, python: str) -> dict[str, An
         return [python if part == name else sys.executable, "-P", str(SCRIPT), part, str(arguments), str(result)]
 
     with tempfile.TemporaryDirectory(prefix="pronghorn-end-to-end-") as folder:
-        given = argparse.Namespace(**{**vars(given), "folder": folder})
+        own = {"folder": folder, "model": given.own.get(name, given.model)}
+        given = argparse.Namespace(**{**vars(given), **own})
         found = parts.one(name, given, command)
         if "error" in found:
             return found
@@ -86,6 +87,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--checkpoints", type=Path, help="where a shape's random weights are kept")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a candidate's interpreter")
+    parser.add_argument(
+        "--own", action="append", default=[], metavar="NAME=PATH", help="a candidate's own folder of the model"
+    )
     parts.add_arguments(parser, NAMES, limit_s=400)
     return parser
 
@@ -96,6 +100,7 @@ def main(given: argparse.Namespace) -> bool:
         if file is not None and not file.is_file():
             raise ConfigError(f"{file} is not there", "give a file of JSON or JSON lines")
     pythons = dict(part.split("=", 1) for part in given.python)
+    given.own = {name: str(Path(path).resolve()) for name, path in (part.split("=", 1) for part in given.own)}
     with tempfile.TemporaryDirectory() as scratch, Facts(given, "trl") as facts:
         shape = shape_of(given.model)
         model = checkpoint_of(given.model, given.checkpoints or Path(scratch), seed=0).resolve()

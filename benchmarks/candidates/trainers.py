@@ -20,6 +20,13 @@ MARKS: dict[str, float] = {}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def targets(given: dict[str, Any]) -> list[str]:
+    """Return the linears that get adapters: all of a layer, attention's where it has experts."""
+    config = json.loads((Path(given["model"]) / "config.json").read_text(encoding="utf-8"))
+    routed = config.get("num_experts") or config.get("num_local_experts")
+    return TARGETS[:4] if routed else TARGETS
+
+
 def read_rows(file: str) -> list[dict[str, str]]:
     """Read prompts and completions: GSM8K's questions, or instructions with their inputs."""
     text = Path(file).read_text(encoding="utf-8")
@@ -78,7 +85,7 @@ def trl(given: dict[str, Any], **more: Any) -> dict[str, Any]:
     MARKS["imported"] = time.time()
     cuda = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.bfloat16 if cuda else torch.float32)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=targets(given), task_type="CAUSAL_LM")
     config = library.SFTConfig(**config_of(given, packs=False, bf16=cuda, **more))
     tokenizer = AutoTokenizer.from_pretrained(given["model"])
     rows = Dataset.from_list(read_rows(given["train"]))
@@ -101,7 +108,7 @@ def unsloth(
         given["model"], max_seq_length=given["tokens"], load_in_4bit=in_4_bits, local_files_only=True
     )
     model = library.FastLanguageModel.get_peft_model(
-        model, r=16, lora_alpha=32, lora_dropout=0, bias="none", target_modules=TARGETS, random_state=3407,
+        model, r=16, lora_alpha=32, lora_dropout=0, bias="none", target_modules=targets(given), random_state=3407,
         use_gradient_checkpointing=checkpointing,
     )  # fmt: skip
     config = trainers.SFTConfig(**config_of(given, packs))
@@ -109,7 +116,9 @@ def unsloth(
     return finish(trainers.SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=config), given)
 
 
-def pronghorn(given: dict[str, Any], in_4_bits: bool = False, compute: Any = "dtype") -> dict[str, Any]:
+def pronghorn(
+    given: dict[str, Any], in_4_bits: bool = False, compute: Any = "dtype", checkpointing: Any = "auto"
+) -> dict[str, Any]:
     """Pronghorn's model and trainer, packed rows, `auto`."""
     import trl as trainers
     from datasets import Dataset
@@ -118,9 +127,10 @@ def pronghorn(given: dict[str, Any], in_4_bits: bool = False, compute: Any = "dt
 
     MARKS["imported"] = time.time()
     model, tokenizer = FastLanguageModel.from_pretrained(
-        given["model"], max_seq_length=given["tokens"], load_in_4bit=in_4_bits, compute=compute
-    )
-    model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32)
+        given["model"], max_seq_length=given["tokens"], load_in_4bit=in_4_bits, compute=compute,
+        use_gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, target_modules=targets(given))
     config = trainers.SFTConfig(**config_of(given, packs=True, bf16=False))
     rows = Dataset.from_list(read_rows(given["train"]))
     return finish(SFTTrainer(model, config, train_dataset=rows, tokenizer=tokenizer), given)
@@ -156,6 +166,7 @@ CANDIDATES: dict[str, Any] = {
     "unsloth-best": (unsloth, {"packs": True, "checkpointing": False}),
     "unsloth-nf4": (unsloth, {"in_4_bits": True}),
     "pronghorn": (pronghorn, {}),
+    "pronghorn-offload": (pronghorn, {"checkpointing": "offload"}),
     "pronghorn-nf4": (pronghorn, {"in_4_bits": True}),
     "pronghorn-fp8": (pronghorn, {"compute": "fp8"}),
     "pronghorn-nf4-fp8": (pronghorn, {"in_4_bits": True, "compute": "fp8"}),
