@@ -36,7 +36,7 @@ SIZES = {
     "vocab_size": 128256,
     "sliding_window": None,
 }
-RUNS, TOKENS = 3, 8192
+RUNS, TOKENS = 3, 2048
 PARTS = "first step", "probe and first step", "first step again", "probe and first step again"
 
 
