@@ -165,6 +165,7 @@ def worker(rank: int, folder: Path) -> None:
             resumed = trainer_of(cls, folder)
             resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{STOPPED_AT // 2 * 2}"))
             found["resumed"] = resumed.batches, losses(resumed)
+    assert not is_sorted(trainer_of(SFTTrainer, folder, average_tokens_across_devices=False)), "a mean over processes"
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -237,6 +238,9 @@ def test_a_loss_of_one_s_own_keeps_stock_s_batches(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.loss_function = lambda logits, labels, **_: logits.sum()
     assert not is_sorted(trainer_of(SFTTrainer, tmp_path, model))
+    trainer = trainer_of(SFTTrainer, tmp_path)
+    trainer.model_accepts_loss_kwargs = False
+    assert not is_sorted(trainer), "each micro-batch's loss is its own mean"
 
 
 def test_a_recipe_tells_how_full_its_batches_are(make: Make) -> None:  # noqa: F811
