@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
+from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from datasets import Dataset
+from torch.utils.data import BatchSampler
 
-from pronghorn.data.dealing import LOOK_AHEAD, DealtRows, Share, Unsupervised, deal, imbalance, order, steps
-from pronghorn.data.packed_rows import PackedRows
+from pronghorn.data.dealing import LOOK_AHEAD, ByLength, DealtRows, Share, Unsupervised, deal, imbalance, order, steps
+from pronghorn.data.packed_rows import PackedRows, lengths_of
 
 
 def costs_of(rows: int, seed: int = 0) -> list[float]:
@@ -110,3 +118,66 @@ def test_rows_cost_what_their_documents_attend_to() -> None:
 def test_a_row_without_labels_keeps_its_tokens() -> None:
     rows = PackedRows([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}], 8)
     assert rows[Unsupervised(0)] == {**rows[0], "labels": [-100] * 3}
+
+
+def batches_of_steps(rows: Iterable[int], share: Share, drop_last: bool) -> list[list[list[list[int]]]]:
+    """Return each step's micro-batches, by process, as stock and accelerate cut them from an order."""
+    cut: Any = BatchSampler(rows, share.rows, drop_last)  # type: ignore[arg-type]
+    if share.processes == 1:
+        dealt = [list(cut)]
+    else:
+        dealt = [list(BatchSamplerShard(cut, share.processes, process)) for process in range(share.processes)]
+    assert len({len(each) for each in dealt}) == 1, "processes would wait for each other for ever"
+    each = share.micro_batches
+    return [[own[begin : begin + each] for own in dealt] for begin in range(0, len(dealt[0]), each)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_steps_by_length_have_stock_s_documents(processes: int, drop_last: bool) -> None:
+    for documents, rows, micro_batches in itertools.product((1, 7, 16, 37, 96), (1, 2, 4), (2, 3)):
+        share = Share(0, processes, rows, micro_batches)
+        lengths = [random.Random(documents).choice([3, 5, 8, 21]) + i % 9 for i in range(documents)]
+        epoch = order(documents, 5, 0)
+        by_length = ByLength(epoch, lambda lengths=lengths: lengths, share, drop_last)
+        assert len(by_length) == len(list(by_length))
+        plain, dealt = (batches_of_steps(each, share, drop_last) for each in (epoch, by_length))
+
+        def rows_of(step: Any) -> list[int]:
+            return sorted(row for own in step for batch in own for row in batch)
+
+        def padded(step: Any, lengths: Any = lengths) -> list[list[int]]:
+            return [[len(batch) * max(lengths[row] for row in batch) for batch in own] for own in step]
+
+        def shape(found: Any) -> list[Any]:
+            return [[[len(batch) for batch in own] for own in step] for step in found]
+
+        assert list(map(rows_of, dealt)) == list(map(rows_of, plain)) and shape(dealt) == shape(plain)
+        slowest = their_slowest = 0
+        for step, before in zip(dealt, plain, strict=True):
+            work, their_work = padded(step), padded(before)
+            assert all(own == sorted(own, reverse=True) for own in work), "the longest first"
+            assert sum(map(sum, work)) <= sum(map(sum, their_work))
+            slowest, their_slowest = slowest + max(map(sum, work)), their_slowest + max(map(sum, their_work))
+        assert documents < 96 or slowest < their_slowest or share.rows * processes == 1
+
+
+def test_each_epoch_has_its_own_order_by_length() -> None:
+    stock = SeedableRandomSampler(range(40), data_seed=3)
+    by_length = ByLength(stock, lambda: [1] * 40, Share(0, 1, 4, 2))  # of equal lengths: the order is stock's own
+    epochs = []
+    for epoch in (0, 1, 0):
+        by_length.set_epoch(epoch)
+        epochs.append(list(by_length))
+        stock.set_epoch(epoch)
+        assert epochs[-1] == list(stock)
+    assert epochs[0] == epochs[2] != epochs[1]
+
+
+def test_lengths_of_a_million_documents_are_read_without_decoding_one() -> None:
+    ends = np.arange(0, 3_000_001, 3, dtype=np.int32)
+    column = pa.ListArray.from_arrays(pa.array(ends), pa.array(np.zeros(3_000_000, dtype=np.int32)))
+    documents = Dataset(pa.table({"input_ids": column}))
+    began = time.perf_counter()
+    assert lengths_of(documents) == [3] * 1_000_000
+    assert time.perf_counter() - began < 1, "a loop over rows takes a minute"

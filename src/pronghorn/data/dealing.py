@@ -3,15 +3,17 @@
 A step is drawn from one order that depends on the seed and the epoch alone, and never on how many processes there are:
 the same run on one GPU and on four has the same rows in every step. Inside a step rows are dealt to processes so that
 their costs differ least; rows are all of one length, so what differs is attention, which grows with the square of each
-document.
+document. A step of padded documents is stock's; they are dealt by length (`ByLength`).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from itertools import chain, cycle, islice
+from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
 
@@ -175,3 +177,67 @@ class DealtRows(Sampler):
     def _micro_batches(self, rows: int) -> int:
         """Return how many micro-batches each process has of a step of so many rows."""
         return -(-rows // (self.share.rows * self.share.processes))
+
+
+class ByLength(Sampler):
+    """Another sampler's order, in which the documents of each step are sorted by length: less of a batch is padding.
+
+    Who cuts it into micro-batches and gives them to the processes in turn, as accelerate does, has in each step the
+    documents that the other order would have. A process has the longest first: where memory runs out it does so at the
+    beginning of a step, and shorter batches fit into what longer ones have left.
+
+    Args:
+        sampler: of the order.
+        read_lengths: returns the tokens of each document; called when lengths are first needed.
+        share: of any process.
+        drop_last: leave out what doesn't fill a micro-batch of every process. Otherwise several processes begin again
+            at the epoch's first documents until all are filled.
+    """
+
+    def __init__(
+        self, sampler: Any, read_lengths: Callable[[], Sequence[int]], share: Share, drop_last: bool = False
+    ) -> None:
+        self.sampler, self.share, self._read_lengths, self._drop_last = sampler, share, read_lengths, drop_last
+
+    @cached_property
+    def lengths(self) -> Sequence[int]:
+        """Return the tokens of each document."""
+        return self._read_lengths()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return self._sorted(self._first(len(self)))
+
+    def _first(self, rows: int) -> list[int]:
+        return list(islice(cycle(self.sampler), rows))
+
+    def _sorted(self, order: list[int]) -> Iterator[int]:
+        share = self.share
+        for begin in range(0, len(order), share.step_rows):
+            step = sorted(order[begin : begin + share.step_rows], key=lambda row: -self.lengths[row])
+            batches = [step[i : i + share.rows] for i in range(0, len(step), share.rows)]
+            padded = [float(len(batch) * self.lengths[batch[0]]) for batch in batches]
+            hands = deal(padded, share.processes, -(-len(batches) // share.processes))
+            for index in chain(*zip(*hands, strict=True)):
+                yield from batches[index]
+
+    def text_shares(self, steps: int = 100) -> tuple[float, float]:
+        """Return how much of padded batches is text, in an epoch's first steps: in the other order, and in this one."""
+        order, rows = self._first(min(len(self), steps * self.share.step_rows)), self.share.rows
+
+        def text(order: list[int]) -> float:
+            lengths = [self.lengths[row] for row in order]
+            batches = [lengths[i : i + rows] for i in range(0, len(order), rows)]
+            return sum(lengths) / max(sum(len(batch) * max(batch) for batch in batches), 1)
+
+        return text(order), text(list(self._sorted(order)))
+
+    def __len__(self) -> int:
+        rows, each = len(self.sampler), self.share.rows * self.share.processes
+        if self._drop_last:
+            return rows - rows % each
+        return rows if self.share.processes == 1 else rows + -rows % each

@@ -18,7 +18,7 @@ from trl import SFTConfig
 
 from pronghorn.config import Recipe
 from pronghorn.data.cache import Prepared
-from pronghorn.data.dealing import LOOK_AHEAD, WORTH_REGROUPING, DealtRows
+from pronghorn.data.dealing import LOOK_AHEAD, WORTH_REGROUPING, ByLength, DealtRows
 from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, peak_bytes, processes, versions
 from pronghorn.errors import DataError, PronghornError, RunStopped
@@ -210,8 +210,12 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
 
 
 def _tell_dealing(trainer: SFTTrainer, console: Console) -> None:
-    """Print how long processes will wait for each other, by the predicted time of each row."""
-    dealt = getattr(trainer.get_train_dataloader(), "batch_sampler", None) if processes() > 1 else None
+    """Print how long processes will wait for each other, by the predicted time of each row; or how full batches are."""
+    several = processes() > 1 or not isinstance(trainer.train_dataset, PackedRows)
+    dealt = getattr(trainer.get_train_dataloader(), "batch_sampler", None) if several else None
+    if isinstance(order := getattr(dealt, "sampler", None), ByLength):
+        stock, ours = order.text_shares()
+        console.print(f"Padded batches are {ours:.1%} text, sorted by length within each step ({stock:.1%} unsorted)")
     if not isinstance(dealt, DealtRows):
         return
     in_turn, waiting = dealt.waiting(1)[0], dealt.waiting()[1]

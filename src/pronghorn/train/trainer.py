@@ -38,7 +38,7 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.generic import PACKING
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
-from pronghorn.train import balance, checkpoint, prepared_rows, validate
+from pronghorn.train import balance, by_length, checkpoint, prepared_rows, validate
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
@@ -186,10 +186,12 @@ class SFTTrainer(SharedLayersTrainer):
         self.accelerator.__class__ = CopiesAccelerator
 
     def get_train_dataloader(self) -> DataLoader:
-        """Deal packed rows to the processes by their costs; what isn't packed is dealt as stock does it."""
+        """Deal packed rows to the processes by their costs; what isn't packed by length, in the steps of stock."""
         rows, args = self.train_dataset, self.args
+        if not isinstance(rows, PackedRows):
+            return by_length.sort_steps(super().get_train_dataloader(), self)
         sampler = self._get_train_sampler()
-        if not isinstance(rows, PackedRows) or not isinstance(sampler, (RandomSampler, SequentialSampler)):
+        if not isinstance(sampler, (RandomSampler, SequentialSampler)):
             return super().get_train_dataloader()
         costs = attention_against_products(self.model), self.look_ahead
         return dealt_loader(rows, *costs, args, self.data_collator, self.accelerator, sampler)

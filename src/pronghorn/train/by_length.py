@@ -1,0 +1,51 @@
+"""Padded batches with less padding: a step's documents are sorted by length before they are cut into micro-batches."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from pronghorn.data.dealing import ByLength, Share
+from pronghorn.data.packed_rows import lengths_of
+from pronghorn.models.causal_lm import has_own_loss
+from pronghorn.models.families import balances_experts, base_causal_lm, rope_limit
+
+
+def sort_steps(loader: Any, trainer: Any) -> DataLoader:
+    """Let stock's loader of padded batches deal each step's documents by their lengths, and return it.
+
+    It stays as it is where a step is one micro-batch or has no padding, lengths are not known, the order is another
+    than stock's random or sequential one, or where micro-batches of other documents would make another step.
+    """
+    args, rows, how = trainer.args, trainer.train_dataset, trainer.args.accelerator_config
+    if not (isinstance(rows, Dataset) and "input_ids" in rows.column_names and adds_up(trainer)):
+        return loader
+    cut = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)  # accelerate deals its batches in turn
+    sampler = getattr(cut, "sampler", None)
+    in_turn = how.even_batches and not how.split_batches and not how.dispatch_batches
+    if not (in_turn and isinstance(sampler, (RandomSampler, SequentialSampler))):
+        return loader
+    share = Share(args.process_index, args.world_size, cut.batch_size, args.gradient_accumulation_steps)
+    if share.micro_batches > 1 and share.rows * share.processes > 1:
+        loader.set_sampler(ByLength(sampler, partial(lengths_of, rows), share, cut.drop_last))
+    return loader
+
+
+def adds_up(trainer: Any) -> bool:
+    """Tell whether a step's gradient is a sum over its documents, each by itself, whatever their micro-batches are.
+
+    It isn't where a loss is a mean over micro-batches (the routers' auxiliary loss, models that take no count of
+    labels, a loss function of somebody's own) or processes, or RoPE depends on a batch's longest document.
+    """
+    args, base = trainer.args, base_causal_lm(trainer.model)
+    limit = rope_limit(base.config)
+    return (
+        trainer.model_accepts_loss_kwargs
+        and (args.world_size == 1 or args.average_tokens_across_devices)
+        and not balances_experts(base.config)
+        and not has_own_loss(base)
+        and (limit is None or (args.max_length or limit + 1) <= limit)
+    )
