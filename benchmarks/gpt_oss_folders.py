@@ -59,7 +59,7 @@ def in_nf4(shape: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
     model = without_weights(config_of(shape), torch.bfloat16, None)
     for stored in generated(dict(model.named_parameters()), device=device()):
-        name, dot, last = stored.name.rpartition(".")
+        name, _, last = stored.name.rpartition(".")
         if name.endswith("router"):
             yield f"{name}.linear.{last}", stored.read()
         elif not name.endswith("experts"):
@@ -107,7 +107,9 @@ def arguments() -> argparse.ArgumentParser:
     """Declare the program's arguments."""
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default="gpt-oss-20b", help="gpt-oss-20b, gpt-oss-120b or tiny-gpt-oss")
-    parser.add_argument("--checkpoints", type=Path, required=True, metavar="DIR", help="written below, if not there yet")
+    parser.add_argument(
+        "--checkpoints", type=Path, required=True, metavar="DIR", help="written below, if not there yet"
+    )
     return parser
 
 

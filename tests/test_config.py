@@ -98,7 +98,6 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["memory.gradient_checkpointing=maybe"], "memory.gradient_checkpointing"),
     ("", ["adapter.method=full", "model.load_in_4bit=true"], "4-bit weights can't be trained"),
     ("", ["adapter.method=full", "precision.compute=fp8"], "8-bit products are for frozen weights"),
-    ("", ["packing.enabled=false", "precision.compute=fp8"], "padded batches go through transformers"),
     ("", ["precision.dtype=fp32", "precision.compute=fp8"], "with precision.dtype: float32"),
     ("", ["max_steps"], "override 'max_steps' is not section.key=value: write e.g. train.max_steps=3"),
     ("", ["max_steps=3"], "is not section.key=value"),

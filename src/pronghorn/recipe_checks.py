@@ -79,11 +79,6 @@ _RULES = (
         "leave precision.compute out, or set adapter.method: lora",
     ),
     _Rule(
-        lambda r: _fp8(r) and not r.packing.enabled,
-        "precision.compute: {precision.compute} with packing.enabled: false: padded batches go through transformers",
-        "leave precision.compute out, or set packing.enabled: true",
-    ),
-    _Rule(
         lambda r: _fp8(r) and r.precision.dtype == "float32",
         "precision.compute: {precision.compute} with precision.dtype: float32",
         "leave precision.compute out, or set precision.dtype: bfloat16",

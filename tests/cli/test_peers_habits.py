@@ -341,7 +341,6 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "per_device_train_batch_size=2",
     ),
     "another loss": (lambda m: trainer(m, config={"loss_type": "dft"}), "loss_type = 'dft'", "leave loss_type"),
-    "padding-free": (lambda m: trainer(m, config={"padding_free": True}), "padding_free = True", "leave padding_free"),
     "Liger": (lambda m: trainer(m, config={"use_liger_kernel": True}), "use_liger_kernel", "leave use_liger_kernel"),
     "rows cut where they fall": (
         lambda m: trainer(m, config={"packing_strategy": "wrapped"}),

@@ -82,16 +82,17 @@ def test_products_in_8_bits_are_planned_for_a_card_that_has_them(stories: Path, 
     [
         ("adapter.lora_dropout=0.1", "LoRA dropout"),
         ("adapter.use_dora=true", "an adapter that is not plain LoRA"),
-        ("packing.enabled=false", "padded batches"),
+        ("packing.enabled=false train.neftune_noise_alpha=5", "padded batches"),
+        ("packing.enabled=false", None),
         ("adapter.r=4", None),
     ],
 )
 def test_layers_that_are_not_fused_are_told(stories: Path, tmp_path: Path, change: str, reason: str | None) -> None:
     """With DoRA or dropout nothing multiplies in 8 bits, whatever precision.compute says."""
-    done = planned(stories, tmp_path, change, "--device", "h200", "--json")
+    done = planned(stories, tmp_path, *change.split(), "--device", "h200", "--json")
     report = json.loads(done.stdout)
     assert report["unfused"] == reason and report["work"]["fused"] == (reason is None)
-    text = " ".join(planned(stories, tmp_path, change, "--device", "h200").stdout.split())
+    text = " ".join(planned(stories, tmp_path, *change.split(), "--device", "h200").stdout.split())
     assert (f"planned as layers of transformers and PEFT, in the model's dtype: {reason}" in text) == bool(reason)
 
 

@@ -755,10 +755,11 @@ def test_float16_runs_without_graphs(recipe: Path) -> None:
     assert found["work"]["graph"] is False and found["work"]["itemsize"] == 2
 
 
-@pytest.mark.parametrize("change", ["packing.enabled=false", "adapter.lora_dropout=0.1"])
-def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, change: str) -> None:
-    found = json.loads(run_plan(str(recipe), change, "--device", "rtx3090", "--json").stdout)
-    assert found["work"]["fused"] is False and found["work"]["padded"] == (change == "packing.enabled=false")
+@pytest.mark.parametrize("padded", [True, False])
+def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, padded: bool) -> None:
+    changes = ["packing.enabled=false", "train.neftune_noise_alpha=5"] if padded else ["adapter.lora_dropout=0.1"]
+    found = json.loads(run_plan(str(recipe), *changes, "--device", "rtx3090", "--json").stdout)
+    assert found["work"]["fused"] is False and found["work"]["padded"] == padded
 
 
 @pytest.mark.parametrize(
@@ -897,7 +898,7 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     )
     args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=packing, fp16=True, packing=packing)
     args.gradient_accumulation_steps, args.optim = 1 + packing, "adamw_8bit"
-    resolve_plan(handle, args)
+    resolve_plan(handle, args, padded=not args.packing)
     wanted = (
         (128, 7),
         {"autocast": torch.bfloat16, "padded": 0, "accumulates": True, "optimizer": "adamw_8bit", "mlp_rows": 0},
@@ -910,14 +911,14 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     assert asked == ([wanted] if len(devices) == 1 else [])
     monkeypatch.setattr(auto_plan, "refusal", lambda model, fused: None if fused else "padded")
     asked.clear()
-    resolve_plan(handle, args)
+    resolve_plan(handle, args, padded=not args.packing)
     assert asked == ([wanted] if len(devices) == 1 and packing else [])  # padded rows of experts aren't counted
     asked.clear()
-    assert resolve_plan(handle, SimpleNamespace(**{**vars(args), "max_length": None})) is handle.plan
+    assert resolve_plan(handle, SimpleNamespace(**{**vars(args), "max_length": None}), padded=False) is handle.plan
     handle.fuses = False
-    resolve_plan(handle, args)
+    resolve_plan(handle, args, padded=not args.packing)
     handle.fuses, handle.plan = True, Plan.keep()
-    assert resolve_plan(handle, args) == Plan.keep() and asked == []
+    assert resolve_plan(handle, args, padded=not args.packing) == Plan.keep() and asked == []
 
 
 def test_processes_make_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:

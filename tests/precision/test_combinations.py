@@ -200,9 +200,10 @@ def full(setting: Setting) -> str:
     return "yes"
 
 
-def padded_training(setting: Setting) -> str:
+def unpacked(setting: Setting) -> str:
+    """By rows of documents end to end, as `train.padding_free` makes them."""
     check_recipe(setting, packing={"enabled": False})
-    return FEATURES["padded batches, by hand"](setting)
+    return step(setting, setting.adapted())
 
 
 def generate(setting: Setting) -> str:
@@ -328,7 +329,7 @@ FEATURES: dict[str, Callable[[Setting], str]] = {
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         ),
     ),
-    "padded batches": padded_training,
+    "`packing.enabled: false`": unpacked,
     "padded batches, by hand": lambda setting: as_unattached(
         setting, lambda model, ids, mask: model(input_ids=ids, attention_mask=mask).logits
     ),

@@ -1090,7 +1090,6 @@ def test_experts_that_are_saved_apart_go_on(
     [
         ({"loss_type": "dft"}, {}, "loss_type = 'dft'"),
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor = 0.1"),
-        ({"padding_free": True}, {}, "padding_free = True"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size = True"),
         ({}, {"data_collator": len}, "data_collator = "),
         ({}, {"compute_loss_func": len}, "compute_loss_func = "),

@@ -168,7 +168,7 @@ def report_plan(
     data = _count(recipe, found_model, 1 if several is None else several.count)
     dims, setup = dims_of(handle.model), work_of(recipe, handle, autocast)
     unfused = None if handle.layers is None else handle.layers.reason(autocast)
-    if not recipe.packing.enabled:
+    if setup.padded:
         unfused = "padded batches"
     if data is not None:
         setup = replace(setup, documents=max(1, data["tokens"] // max(1, data["documents"])))

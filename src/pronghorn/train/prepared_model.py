@@ -28,14 +28,16 @@ def attached_on_its_device(model: Any, args: Any) -> Handle:
     return attach(model, **vars(handle.options))  # on the CPU it had no fused layers
 
 
-def resolve_plan(handle: Handle, args: Any) -> Plan | None:
+def resolve_plan(handle: Handle, args: Any, padded: bool) -> Plan | None:
     """Return the attached model's plan, made now where `auto` waited for these arguments.
 
+    Args:
+        padded: whether batches are, instead of packed rows.
     Raises:
         PlanDoesNotFit: with what would.
     """
     rows, row_tokens = args.per_device_train_batch_size, args.max_length or 0
-    return resolve(handle, rows, row_tokens, packs=args.packing, **_how(args))
+    return resolve(handle, rows, row_tokens, packs=not padded, **_how(args))
 
 
 def unround_adapters(model: Any, trained: Mapping[Any, Tensor], quantised: bool) -> None:
@@ -63,10 +65,11 @@ class TighterPlans:
     Args:
         model: the trainer's, attached or not.
         args: the trainer's arguments.
+        padded: whether its batches are padded.
     """
 
-    def __init__(self, model: Any, args: Any) -> None:
-        self._model, self._args = model, args
+    def __init__(self, model: Any, args: Any, padded: bool) -> None:
+        self._model, self._args, self._padded = model, args, padded
         self._made: Plan | None = None
 
     def __call__(self, ran_out: Plan) -> Plan | None:
@@ -74,7 +77,7 @@ class TighterPlans:
         handle, made = attached(self._model), None
         if handle is not None and ran_out is not self._made and processes() == 1:
             rows, row_tokens = self._args.per_device_train_batch_size, self._args.max_length or 0
-            padded = 0 if self._args.packing else rows
+            padded = rows if self._padded else 0
             made = smaller_plan(handle.model, rows * row_tokens, ran_out, padded=padded, **_how(self._args))
         self._made = made
         return tighten(ran_out) if made is None else made

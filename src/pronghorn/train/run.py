@@ -211,12 +211,13 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
 
 def _tell_dealing(trainer: SFTTrainer, console: Console) -> None:
     """Print how long processes will wait for each other, by the predicted time of each row; or how full batches are."""
-    several = processes() > 1 or not isinstance(trainer.train_dataset, PackedRows)
-    dealt = getattr(trainer.get_train_dataloader(), "batch_sampler", None) if several else None
+    dealt = getattr(trainer.get_train_dataloader(), "batch_sampler", None)
+    if trainer.padded is not None:
+        console.print(f"[yellow]Documents are padded: {escape(trainer.padded)}[/]")
     if isinstance(order := getattr(dealt, "sampler", None), ByLength):
         stock, ours = order.text_shares()
         console.print(f"Padded batches are {ours:.1%} text, sorted by length within each step ({stock:.1%} unsorted)")
-    if not isinstance(dealt, DealtRows):
+    if processes() == 1 or not isinstance(dealt, DealtRows):
         return
     in_turn, waiting = dealt.waiting(1)[0], dealt.waiting()[1]
     regrouped = f", those of {dealt.look_ahead} steps regrouped" if dealt.look_ahead > 1 else ""

@@ -27,18 +27,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from pronghorn import state
-from pronghorn.data.batch import Collator
+from pronghorn.data.batch import TILE_ROWS, Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import is_bf16_supported, processes
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.sharded import sharded, whole_trained
-from pronghorn.models.attach import attached
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.generic import PACKING
-from pronghorn.models.padded_probe import require_padded
-from pronghorn.models.probe import require_isolation
-from pronghorn.train import balance, by_length, checkpoint, prepared_rows, validate
+from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_rows, validate
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
@@ -85,7 +81,7 @@ class SFTTrainer(SharedLayersTrainer):
         if kwargs.get("processing_class") is None and not getattr(getattr(model, "config", None), "name_or_path", ""):
             problem = "SFTTrainer was given no tokenizer, and the model doesn't say where it was loaded from"
             raise ConfigError(problem, "pass tokenizer=tokenizer")
-        asked = args.packing, args.eval_packing
+        asked = args.packing, args.eval_packing, args.padding_free
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
         validate.check_arguments(args, kwargs, self._packs_train, self._packs_eval)
         one_gpu = validate.use_one_gpu(args)
@@ -106,11 +102,12 @@ class SFTTrainer(SharedLayersTrainer):
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
             validate.check_trained_dtypes(data.dtype for data in trained.values())
         self._train_is_prepared = False
-        args.packing = args.eval_packing = False  # TRL must not pack, nor warn of attention it doesn't know
+        # TRL must not pack, nor warn of attention it doesn't know
+        args.packing = args.eval_packing = args.padding_free = False
         try:
             super().__init__(model, args, **kwargs)
         finally:
-            args.packing, args.eval_packing = asked
+            args.packing, args.eval_packing, args.padding_free = asked
         adapted: Any = self.model
         keep_names(adapted)
         balance.settle(self)
@@ -126,27 +123,24 @@ class SFTTrainer(SharedLayersTrainer):
             )
         if not self._at_once:
             leave_packed_to_each_process(adapted)
-        handle = attached(adapted)
-        if handle is not None:  # all is known now: where the model is, and its adapters, TRL's peft_config's too
-            resolve_plan(handle.adopt_adapters(), args)
-        if handle is not None and PACKING in handle.model.__dict__:
-            with self.accelerator.autocast():
-                if self._packs_train or self._packs_eval:
-                    require_isolation(handle.model)
-                if not self._packs_train:
-                    require_padded(handle.model)
+        # all is known now: where the model is, and its adapters, TRL's peft_config's too
+        handle = attached_on_its_device(adapted, args).adopt_adapters()
+        self.padded = padding_free.settle(self, handle, self._packs_train, self._packs_eval)  # why batches are, if so
+        resolve_plan(handle, args, padded=self.padded is not None)
         validate.check_tokens(self)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
+        self._joins = padding_free.EndToEnd(stock.pad_token_id, int(args.pad_to_multiple_of or TILE_ROWS))
         self.data_collator = prepared_rows.Collators(self._pack_collator, stock)
         self._watch = GradientWatch(None if self._shared is None else self._shared.trained)
         self.add_callback(self._watch)
         self._counted = StepCounters()
-        self._memory = OomRetry(self._ran_out, TighterPlans(adapted, args))
+        self._memory = OomRetry(self._ran_out, TighterPlans(adapted, args, padded=self.padded is not None))
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         """Where a word to the user goes."""
-        if one_gpu is not None:
-            self.note(one_gpu)
+        for told in (one_gpu, self.padded and f"documents are padded: {self.padded}"):
+            if told is not None:
+                self.note(told)
         self.look_ahead: int | None = None
         """Steps whose rows are regrouped so that those of a step take alike long; None: `data.dealing` decides."""
         self.recipe: str | None = None
@@ -186,10 +180,16 @@ class SFTTrainer(SharedLayersTrainer):
         self.accelerator.__class__ = CopiesAccelerator
 
     def get_train_dataloader(self) -> DataLoader:
-        """Deal packed rows to the processes by their costs; what isn't packed by length, in the steps of stock."""
+        """Deal packed rows to the processes by their costs; of what isn't packed the steps are stock's."""
         rows, args = self.train_dataset, self.args
         if not isinstance(rows, PackedRows):
-            return by_length.sort_steps(super().get_train_dataloader(), self)
+            stock = self.data_collator  # which evaluations have, whose logits somebody may read
+            self.data_collator = stock if self.padded else prepared_rows.Collators(self._pack_collator, self._joins)
+            try:
+                loader = super().get_train_dataloader()
+            finally:
+                self.data_collator = stock
+            return by_length.sort_steps(loader, self) if self.padded else loader
         sampler = self._get_train_sampler()
         if not isinstance(sampler, (RandomSampler, SequentialSampler)):
             return super().get_train_dataloader()

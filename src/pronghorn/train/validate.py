@@ -382,7 +382,6 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
         ("label_smoothing_factor", args.label_smoothing_factor, 0),
         ("use_liger_kernel", args.use_liger_kernel, False),
         ("compute_loss_func", kwargs.get("compute_loss_func"), None),
-        ("padding_free", getattr(args, "padding_free", False), False),
         ("auto_find_batch_size", args.auto_find_batch_size, False),  # memory that runs out is survived in another way
     ]
     if packs_train or packs_eval:

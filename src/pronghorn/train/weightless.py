@@ -14,9 +14,11 @@ from pronghorn.memory.workload import NF4_BYTES, TrainSetup
 from pronghorn.models.attach import Handle, attach
 from pronghorn.models.auto_plan import setup_of, skeleton
 from pronghorn.models.families import has_experts
+from pronghorn.models.generic import PACKING
 from pronghorn.models.load import FoundModel
 from pronghorn.models.share import SharedLoading
 from pronghorn.optimizers import ON_PARTS
+from pronghorn.train.padding_free import why_padded
 
 
 class _Weightless(FoundModel):
@@ -72,12 +74,14 @@ def unshared_reason(recipe: Recipe) -> str:
 
 def work_of(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> TrainSetup:
     """Describe how the recipe trains the model."""
-    rows = recipe.packing.rows_per_step
+    rows, most = recipe.packing.rows_per_step, recipe.model.max_seq_length
+    # whether a generic family's documents must be padded is only known of its weights
+    pads = PACKING in handle.model.__dict__ or why_padded(handle.model, recipe.train.neftune_noise_alpha, most)
     work = setup_of(
         handle.model,
-        recipe.model.max_seq_length * rows,
+        most * rows,
         autocast,
-        padded=0 if recipe.packing.enabled else rows,
+        padded=rows if pads and not recipe.packing.enabled else 0,
         accumulates=recipe.train.gradient_accumulation_steps > 1,
         optimizer=recipe.train.optimizer,
     )

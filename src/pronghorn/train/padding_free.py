@@ -1,0 +1,97 @@
+"""Micro-batches without padding where rows aren't packed: the documents of one lie end to end in a row of their own.
+
+Each optimiser step has the documents that it would have had padded, and the same loss: documents don't see each other.
+What can't keep them apart is padded: families that the probe refuses, and what reads a batch as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from datasets import Dataset
+
+from pronghorn.data.batch import TILE_ROWS, Collator, round_up
+from pronghorn.device import processes
+from pronghorn.errors import UnsupportedError
+from pronghorn.models.attach import Handle
+from pronghorn.models.causal_lm import has_own_loss
+from pronghorn.models.families import base_causal_lm, rope_limit
+from pronghorn.models.generic import PACKING
+from pronghorn.models.metadata import mixing_adapter
+from pronghorn.models.padded_probe import require_padded
+from pronghorn.models.probe import require_isolation
+from pronghorn.precision.compute import Compute
+
+
+@dataclass(frozen=True)
+class EndToEnd:
+    """Makes a batch dict of documents as they are: one row, filled up to a multiple of some tokens.
+
+    Args:
+        pad_token_id: what fills the tail (None: 0).
+        multiple: of tokens; so that few lengths of rows differ.
+    """
+
+    pad_token_id: int | None
+    multiple: int = TILE_ROWS
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collate documents of `input_ids` and, where not all tokens are trained, `labels` (unshifted)."""
+        ids = [list(row["input_ids"]) for row in rows]
+        labels = [list(row.get("labels") or row["input_ids"]) for row in rows]
+        whole = {"input_ids": [*chain(*ids)], "labels": [*chain(*labels)], "lengths": [len(each) for each in ids]}
+        return Collator(round_up(len(whole["input_ids"]), self.multiple), self.pad_token_id)([whole])
+
+
+def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
+    """Say why a model's documents can't lie in one row, as far as it is known without its weights; None: they can.
+
+    Args:
+        noise: NEFTune's, or None.
+        most: tokens of the longest document, or None if nobody knows.
+    """
+    base = base_causal_lm(model)
+    limit = rope_limit(base.config)
+    config = getattr(model, "active_peft_config", None)
+    if noise:
+        return "NEFTune's noise goes by a batch's padded width"
+    if config is not None and getattr(config, "is_prompt_learning", False):
+        return f"{config.peft_type.value} puts virtual tokens before the prompt"
+    if (adapter := mixing_adapter(model)) is not None:
+        return f"documents see each other by {adapter}"
+    if limit is not None and (most or limit + 1) > limit:
+        return f"beyond {limit:,} tokens this model's RoPE depends on the longest document of a row"
+    return "the model's loss_function is its own" if has_own_loss(base) else None
+
+
+def settle(trainer: Any, handle: Handle, packs_train: bool, packs_eval: bool) -> str | None:
+    """Prove what training needs of a generic family; return why micro-batches are padded, None where they aren't.
+
+    Raises:
+        UnsupportedError: documents that are to be packed, or padded ones, aren't what they mean; or padding is refused
+            by another argument.
+    """
+    args, model = trainer.args, handle.model
+    generic = PACKING in model.__dict__
+    why = None
+    with trainer.accelerator.autocast():
+        if generic and (packs_train or packs_eval):
+            require_isolation(model)
+        if not packs_train:
+            why = why_padded(trainer.model, args.neftune_noise_alpha, args.max_length)
+            if why is None and not isinstance(trainer.train_dataset, Dataset) and processes() > 1:
+                why = "several processes read a stream"
+            if why is None and generic:
+                try:
+                    require_isolation(model)
+                except UnsupportedError as error:
+                    why = error.problem
+        evaluates = trainer.eval_dataset is not None and not packs_eval
+        if generic and (why is not None or evaluates):
+            require_padded(model)
+    asked = {"padding_free": args.padding_free, "compute": handle.options.compute is not Compute.DTYPE}
+    for name in (name for name, is_asked in asked.items() if is_asked and why is not None):
+        raise UnsupportedError(f"{name} with documents that have to be padded: {why}", f"leave {name} out")
+    return why

@@ -1,0 +1,170 @@
+"""Unpacked training without padding: a micro-batch is one row, with stock's documents, losses and weights."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import PromptTuningConfig, get_peft_model
+
+from pronghorn import SFTTrainer, attach
+from pronghorn.data.batch import TILE_ROWS
+from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.errors import UnsupportedError
+from pronghorn.models.attach import attached
+from pronghorn.models.lora import add_lora
+from pronghorn.precision.compute import Compute
+from pronghorn.train import padding_free
+from support.generic import generic_model
+from support.tiny import tiny_model
+from support.trainers import config
+
+ROWS, BATCH, MICRO_BATCHES, STEPS = 22, 3, 2, 5
+
+
+def documents() -> Dataset:
+    """Few labels, many, none but the last; of one token, too."""
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for index in range(ROWS):
+        length = int(torch.randint(1, 60, (), generator=draw)) if index % 5 else 2
+        ids = torch.randint(3, 131, (length,), generator=draw).tolist()
+        unsupervised = 1 + index % 3 * (length // 3)
+        found.append({"input_ids": ids, "labels": [-100] * unsupervised + ids[unsupervised:]})
+    return Dataset.from_list(found)
+
+
+def trainer_of(cls: Any, folder: Path, model: Any, **changes: Any) -> Any:
+    data = {name: changes.pop(name) for name in ("eval_dataset", "compute_metrics") if name in changes}
+    settings = {
+        "packing": False,
+        "max_length": 64,
+        "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "max_steps": STEPS,
+        "train_sampling_strategy": "random",
+    }
+    args = config(folder, **(settings | changes))
+    data["train_dataset"] = changes.get("rows") or documents()
+    return cls(model, args, **data, processing_class=byte_tokenizer(64))
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss", "starcoder2"])
+def test_a_run_learns_what_stock_trl_s_padded_batches_teach(tmp_path: Path, model_type: str) -> None:
+    make = generic_model if model_type == "starcoder2" else tiny_model
+    found = []
+    for cls in (SFTTrainer, trl.SFTTrainer):
+        model = make(model_type)
+        model = model if hasattr(model, "peft_config") else add_lora(model, r=2)
+        if cls is trl.SFTTrainer and attached(model) is not None:
+            attached(model).detach()  # type: ignore[union-attr]
+        if model_type == "gpt_oss" and cls is trl.SFTTrainer:
+            model.set_attn_implementation("eager")
+        trainer = trainer_of(cls, tmp_path, model)
+        if cls is SFTTrainer:
+            batch = next(iter(trainer.get_train_dataloader()))
+            packed = batch["packed"]
+            assert trainer.padded is None and packed.padding < TILE_ROWS and packed.tokens % TILE_ROWS == 0
+            assert len(packed.lengths) == BATCH + 1, "the filled up tail is the last one"
+        trainer.train()
+        trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+        found.append((losses(trainer), trained))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    for (name, ours), theirs in zip(found[0][1].items(), found[1][1].values(), strict=True):
+        assert (ours - theirs).norm() <= 2e-3 * theirs.norm() + 1e-6, name
+
+
+def test_documents_without_a_label_add_nothing(tmp_path: Path) -> None:
+    batch = padding_free.EndToEnd(pad_token_id=0)(
+        [{"input_ids": [5], "labels": [5]}, {"input_ids": [6, 7]}, {"input_ids": [8, 9], "labels": [-100, -100]}]
+    )
+    assert batch["labels"][0, :5].tolist() == [-100, -100, 7, -100, -100]
+    assert batch["position_ids"][0, :5].tolist() == [0, 0, 1, 0, 1] and batch["packed"].n_labels == 1
+    assert batch["packed"].lengths[:3] == (1, 2, 2) and batch["packed"].real_tokens == 5
+    assert pickle.loads(pickle.dumps(padding_free.EndToEnd(3, 64))) == padding_free.EndToEnd(3, 64)
+
+
+def test_evaluations_have_padded_batches_whose_logits_can_be_read(tmp_path: Path) -> None:
+    seen = []
+
+    def metrics(given: Any) -> dict[str, float]:
+        seen.append(given.predictions.shape)
+        return {}
+
+    model, rows = add_lora(tiny_model("llama"), r=2), documents()
+    trainer = trainer_of(SFTTrainer, tmp_path, model, eval_dataset=rows, compute_metrics=metrics)
+    trainer.train()
+    trainer.evaluate()
+    assert seen == [(ROWS, max(map(len, rows["input_ids"])), model.config.vocab_size)]
+
+
+def test_a_run_that_was_taken_up_in_an_epoch_goes_on_alike(tmp_path: Path) -> None:
+    first = trainer_of(SFTTrainer, tmp_path, add_lora(tiny_model("llama"), r=2), save_strategy="steps", save_steps=2)
+    first.train()
+    second = trainer_of(SFTTrainer, tmp_path, add_lora(tiny_model("llama"), r=2))
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(second) == losses(first)
+
+
+def virtual() -> Any:
+    model = tiny_model("llama")
+    attach(model)
+    return get_peft_model(model, PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
+
+
+def own_loss() -> Any:
+    model = add_lora(tiny_model("llama"), r=2)
+    model.base_model.model.loss_function = lambda logits, labels, **_: logits.float().square().mean()
+    return model
+
+
+def dynamic() -> Any:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    return add_lora(tiny_model("llama", max_position_embeddings=32, rope_parameters=rope), r=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "why"),
+    [
+        (lambda: add_lora(tiny_model("llama"), r=2), {"neftune_noise_alpha": 5.0}, "NEFTune's noise"),
+        (virtual, {}, "PROMPT_TUNING puts virtual tokens"),
+        (own_loss, {}, "loss_function is its own"),
+        (dynamic, {}, "beyond 32 tokens this model's RoPE"),
+        (lambda: generic_model("mamba2"), {}, "mamba2 can't be trained on packed rows here: documents mix"),
+    ],
+)
+def test_what_reads_a_batch_as_a_whole_is_padded_and_says_why(
+    tmp_path: Path, make: Any, changes: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(SFTTrainer, tmp_path, make(), max_steps=1, **changes)
+    assert trainer.padded is not None and why in trainer.padded and why in caplog.text
+    assert "attention_mask" in next(iter(trainer.get_train_dataloader()))
+    trainer.train()
+    with pytest.raises(UnsupportedError, match="padding_free with documents that have to be padded"):
+        trainer_of(SFTTrainer, tmp_path, make(), padding_free=True, **changes)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_padding_free_asks_for_what_is_done_anyway(tmp_path: Path, packing: bool) -> None:
+    model = add_lora(tiny_model("llama"), r=2)
+    trainer = trainer_of(SFTTrainer, tmp_path, model, padding_free=True, packing=packing)
+    assert trainer.args.padding_free and "packed" in next(iter(trainer.get_train_dataloader()))
+
+
+def test_products_in_8_bits_are_refused_where_documents_are_padded(tmp_path: Path) -> None:
+    trainer = trainer_of(SFTTrainer, tmp_path, add_lora(tiny_model("llama"), r=2))
+    handle: Any = SimpleNamespace(model=trainer.model.base_model.model, options=SimpleNamespace(compute=Compute.FP8))
+    assert padding_free.settle(trainer, handle, packs_train=False, packs_eval=False) is None
+    trainer.args.neftune_noise_alpha = 5.0
+    with pytest.raises(UnsupportedError, match=r"compute with documents that have to be padded: NEFTune.*: leave comp"):
+        padding_free.settle(trainer, handle, packs_train=False, packs_eval=False)
