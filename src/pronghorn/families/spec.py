@@ -186,6 +186,8 @@ class ResidualBlock:
     """Path of the RMSNorm of what f is given, where the family has one."""
     after: str | None = None
     """Path of the RMSNorm of what f adds, where the family has one."""
+    dropout: str | None = None
+    """Path of the dropout of what f adds, where the layer has one and no norm after."""
     multiplier: float = 1.0
     """m, which the layer's module holds in some families (Granite)."""
     gives: str | None = None

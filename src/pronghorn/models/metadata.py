@@ -13,7 +13,7 @@ from pronghorn.attention.packed import NAME_PREFIX
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.layers.decoder import STEP, FusedLayers
-from pronghorn.models.families import rope_limit
+from pronghorn.models.families import check_windows, rope_limit
 
 LAYERS = "_pronghorn_layers"
 """The attribute of an attached backbone that holds its `FusedLayers`, where it has some."""
@@ -61,6 +61,7 @@ def share_metadata(
     if kwargs.get("position_ids") is None:
         raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
     _check_rope(backbone.config, packed)
+    check_windows(backbone)
     check_mixing(mixes, packed)
     kwargs = {name: value for name, value in kwargs.items() if name not in _STOCK_METADATA}
     # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
