@@ -154,8 +154,7 @@ def test_windows_of_configuration_and_modules_that_disagree(family: str, layers:
 
 
 def _queries_grow(model: Any) -> None:
-    own = dict(model.config.rope_parameters)  # other tiny models have the same one
-    model.config.rope_parameters = own | {"llama_4_scaling_beta": 2.0, "original_max_position_embeddings": 5}
+    model.config.rope_parameters |= {"llama_4_scaling_beta": 2.0, "original_max_position_embeddings": 5}
 
 
 def _switch(name: str) -> Callable[[Any], None]:

@@ -21,6 +21,7 @@ PHI3 = FamilySpec(
             dropout="resid_mlp_dropout",
         ),
     ),
+    partial_rotary=True,
     gguf=Gguf("phi3"),
     refused_options={"resid_pdrop": (0, None)},
 )

@@ -245,6 +245,8 @@ class FamilySpec:
     """Reads from the configuration what the head's logits are multiplied by."""
     halved_rotary: bool = False
     """RoPE's tables have one of their two equal halves (gpt-oss)."""
+    partial_rotary: bool = False
+    """The family's code can turn a part of each head by RoPE (`partial_rotary_factor`)."""
     bind: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]] | None = None
     """Reads the tensors that blocks take by name from what transformers calls a layer with: (arguments after the hidden
     states, keywords). None where blocks read nothing but the hidden states, and layers are called by keywords."""
