@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,6 +274,31 @@ def _check_schedule(name: str, given: dict[str, float], rate: float) -> None:
             default = "" if key in given else " (its default)"
             must = limit.words.format(rate=rate)
             raise ConfigError(f"{written}: {key} {value:g}{default} is not {must}", f"set {key} there: {must}")
+
+
+_LORA_S = ("r", "lora_alpha", "lora_dropout", "use_rslora", "random_state")
+_PACKED_S = ("packing.attention", "packing.graph", "packing.look_ahead", "memory.feed_forward")
+
+
+def unused(recipe: Any) -> Iterator[str]:
+    """Say of what a recipe sets where other settings leave it without an effect; such recipes run all the same, as
+    `adapter.method=full` may come from the command line."""
+    if _full(recipe) and (named := [key for key in _LORA_S if key in recipe.adapter.model_fields_set]):
+        yield _not_used([f"adapter.{key}" for key in named], "adapter.method: full trains every weight")
+    if not recipe.packing.enabled:
+        values = {key: getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) for key in _PACKED_S}
+        if named := [key for key, value in values.items() if value not in ("auto", "off")]:
+            yield _not_used(named, "packing.enabled: false pads batches, which go through transformers")
+    kept = recipe.memory.gradient_checkpointing
+    if recipe.memory.budget is not None and kept != "auto":
+        why = f"memory.gradient_checkpointing: {str(kept).lower()} says what is kept, and auto goes by the budget"
+        yield _not_used([f"memory.budget {recipe.memory.budget}"], why)
+    if recipe.data.eval_rows is not None and recipe.data.eval is None:
+        yield _not_used(["data.eval_rows"], "there are no held-out data (data.eval)")
+
+
+def _not_used(keys: list[str], why: str) -> str:
+    return f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} not used: {why}"
 
 
 NO_WARMUP = ("constant", *ON_LOSS)

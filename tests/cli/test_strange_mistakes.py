@@ -249,6 +249,10 @@ def train(folder: Path, stories: Path, *overrides: str) -> Any:
             "train.lr_scheduler=warmup_stable_decay; train.lr_scheduler_kwargs={num_decay_steps: 3}",
             "num_decay_steps 3 of train.lr_scheduler_kwargs, with 5 steps of warm-up, is more than the run's 1",
         ),
+        (
+            "adapter.method=full; adapter.r=4; adapter.lora_dropout=0.1",
+            "adapter.r, adapter.lora_dropout are not used: adapter.method: full trains every weight",
+        ),
         ("train.learning_rate=0.5", "train.learning_rate 0.5 is high"),
         ("data.train=saved", "saved: 4 rows"),  # what save_to_disk wrote is read
         (" train.max_steps = 1", "limited by max_steps"),

@@ -27,6 +27,7 @@ from pronghorn.models.lora import add_lora, cast_adapters, resolve_adapter_dtype
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
 from pronghorn.models.share import SharedLoading, share_layers
 from pronghorn.precision.compute import Compute
+from pronghorn.recipe_checks import unused
 from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.group import check_backend, check_gpus_apart, check_one_dtype
@@ -70,6 +71,8 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             f"adapter.method: full, but {recipe.model.name} is a saved adapter",
             "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
         )
+    for told in unused(recipe):
+        console.print(f"[yellow]{escape(told)}[/]", highlight=False)
     # full fine-tuning keeps float32 masters and computes in `dtype`
     held = strategy(recipe, found, processes(), device)
     shared = held.strategy is Strategy.SHARDED
