@@ -278,7 +278,19 @@ def test_a_key_is_taken_over(text: str, section: str, values: dict[str, Any], pl
 )
 def test_what_a_data_set_asks_for_in_vain_is_told(line: str, says: str, place: Path) -> None:
     result, _, _ = convert(f"{HEAD}datasets: [{line}]\n", place)
-    assert says in result.output and "1 keys have no" in result.output
+    assert says in result.output and "1 key has no" in result.output
+
+
+def test_each_of_several_data_sets_tells_what_it_loses(place: Path) -> None:
+    sets = [
+        {"path": "a/c", "type": "chat_template", "shards": 2},
+        {"path": "a/d", "type": "chat_template", "shards": 3},
+    ]
+    sets.append({"path": "a/e", "type": "chat_template", "chat_template": "gemma"})
+    result, _, _ = convert(f"{HEAD}datasets: {json.dumps(sets)}\n", place)
+    assert "datasets.0.shards: 2" in result.output and "datasets.1.shards: 3" in result.output
+    assert "datasets.2.chat_template: gemma: data.chat_template holds for all sources" in result.output
+    assert "3 keys have no equivalent" in result.output
 
 
 def test_texts_beside_conversations_are_told(place: Path) -> None:

@@ -16,6 +16,7 @@ from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.families.generic import text_config
 from pronghorn.layers.decoder import STEP, FusedLayers
 from pronghorn.models.families import check_windows, rope_limit
+from pronghorn.text import does
 
 LAYERS = "_pronghorn_layers"
 """The attribute of an attached backbone that holds its `FusedLayers`, where it has some."""
@@ -187,8 +188,8 @@ def stock_batch(kwargs: dict[str, Any], tokens: Any = None) -> PackedBatch | Non
             return None  # one document a row, starting at 0 (or a continuation): transformers' causal path isolates it
         if row_starts < rows:
             raise DataError(
-                f"packed position_ids: {rows - row_starts} of {rows} rows don't start at 0",
-                "start each row with a new document",
+                f"packed position_ids: {rows - row_starts} of {rows} rows {does(rows - row_starts, 'begin')} elsewhere",
+                "start each row with a new document, at position 0",
             )
         bounds = [*starts, flat.numel()]
     else:

@@ -200,7 +200,7 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     rows = packing.rows if recipe.packing.enabled else packing.documents
     micro_batches = math.ceil(rows / recipe.packing.rows_per_step)
     if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
-        less = f"more than the {micro_batches:,} micro-batches of an epoch: each step is a whole epoch"
+        less = f"more than {counted(micro_batches, 'micro-batch')} of an epoch: each step is a whole epoch"
         console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
     if (missed := missed_rate(recipe.train, planned_steps(trainer))) is not None:
         console.print(f"[yellow]{missed}[/]")
