@@ -715,6 +715,20 @@ def test_a_packed_row_that_starts_inside_a_document_is_refused(position_ids: lis
         model(input_ids=torch.ones(2, 5, dtype=torch.int64), position_ids=torch.tensor(position_ids))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_micro_batch_without_a_label_adds_nothing_to_a_step(packed: bool) -> None:
+    """Divided by the labels of the step's others; where there are none at all it is 0 packed, and 0/0 padded, as
+    transformers has it: its trainers, and ours, leave such documents out beforehand."""
+    model = tiny_model("llama")
+    attach(model, layers="fused")
+    batch = packed_row([9, 5], 16) if packed else {"input_ids": torch.arange(16).view(2, 8)}
+    batch["labels"] = torch.full_like(batch["input_ids"], -100)
+    loss = model(**batch, num_items_in_batch=torch.tensor(7)).loss
+    loss.backward()
+    assert loss == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+    assert model(**batch).loss.isnan() != packed
+
+
 def test_packed_positions_with_a_padding_mask_are_refused() -> None:
     """transformers' path would let the documents see each other."""
     model = tiny_model("llama")
