@@ -306,7 +306,9 @@ def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: b
         is_byte = pieces and len(token) == 6 and token.startswith("<0x")
         types[index] = TokenType.BYTE if is_byte else TokenType.NORMAL
     for index, added in tokenizer.added_tokens_decoder.items():
-        tokens[index] = added.content
+        # llama.cpp looks for Gemma's runs of spaces in the text, before spaces are replaced; the longest comes first
+        is_run = pieces and added.content == "▁" * len(added.content)
+        tokens[index] = " " * len(added.content) if is_run else added.content
         types[index] = TokenType.CONTROL if added.special else TokenType.USER_DEFINED
     if pieces and tokenizer.unk_token_id is not None:
         types[tokenizer.unk_token_id] = TokenType.UNKNOWN
