@@ -83,6 +83,11 @@ def test_a_recipe_is_frozen(folder: Path) -> None:
         (["memory.budget=8GiB"], []),
         (["memory.budget=8GiB", "memory.gradient_checkpointing=true"], ["memory.budget 8GiB is not used"]),
         (["data.eval_rows=3", "data.eval=null"], ["data.eval_rows is not used"]),
+        (["train.load_best=false"], []),
+        (["train.load_best=true"], ["train.load_best is not used"]),
+        (["train.load_best=true", "train.eval_steps=5"], []),
+        (["report.sample_tokens=9", "report.sample_prompts=[a]"], []),
+        (["report.sample_tokens=9"], ["report.sample_tokens is not used"]),
     ],
 )
 def test_what_has_no_effect_is_told(folder: Path, changes: list[str], told: list[str]) -> None:

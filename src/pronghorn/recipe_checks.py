@@ -295,6 +295,10 @@ def unused(recipe: Any) -> Iterator[str]:
         yield _not_used([f"memory.budget {recipe.memory.budget}"], why)
     if recipe.data.eval_rows is not None and recipe.data.eval is None:
         yield _not_used(["data.eval_rows"], "there are no held-out data (data.eval)")
+    if recipe.train.load_best and "load_best" in recipe.train.model_fields_set and recipe.train.eval_steps is None:
+        yield _not_used(["train.load_best"], "nothing is evaluated while it trains (train.eval_steps)")
+    if "sample_tokens" in recipe.report.model_fields_set and not recipe.report.sample_prompts:
+        yield _not_used(["report.sample_tokens"], "there are no report.sample_prompts")
 
 
 def _not_used(keys: list[str], why: str) -> str:
@@ -305,7 +309,16 @@ NO_WARMUP = ("constant", *ON_LOSS)
 """Schedules that begin at the learning rate: transformers warms none of them up."""
 
 
-def missed_rate(train: Any, steps: int) -> str | None:
+def missed(train: Any, steps: int) -> Iterator[str]:
+    """Say what a run of so many steps never comes to although its `train` section asks for it."""
+    if (rate := _missed_rate(train, steps)) is not None:
+        yield rate
+    if train.eval_steps is not None and train.eval_steps > steps:
+        only = "the held-out loss is measured before and after it alone"
+        yield f"train.eval_steps {train.eval_steps:,} is more than the run's {steps:,}: {only}"
+
+
+def _missed_rate(train: Any, steps: int) -> str | None:
     """Say why a run of so many steps has no warm-up although its `train` section asks for one, or never has the
     learning rate that it names; None where it has both."""
     asked = next((key for key in ("warmup_ratio", "warmup_steps") if key in train.model_fields_set), None)

@@ -253,6 +253,12 @@ def train(folder: Path, stories: Path, *overrides: str) -> Any:
             "adapter.method=full; adapter.r=4; adapter.lora_dropout=0.1",
             "adapter.r, adapter.lora_dropout are not used: adapter.method: full trains every weight",
         ),
+        ("launch.strategy=sharded", "launch.strategy: sharded is not used: one process"),
+        ("memory.gradient_checkpointing=offload", "moves inputs to host memory, where they are already"),
+        (
+            "data.eval=train.jsonl; train.eval_steps=9",
+            "train.eval_steps 9 is more than the run's 1: the held-out loss is measured before and after it alone",
+        ),
         ("train.learning_rate=0.5", "train.learning_rate 0.5 is high"),
         ("data.train=saved", "saved: 4 rows"),  # what save_to_disk wrote is read
         (" train.max_steps = 1", "limited by max_steps"),

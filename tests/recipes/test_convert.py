@@ -307,6 +307,14 @@ def test_what_an_entry_of_dataset_info_asks_for_in_vain_is_told(place: Path) -> 
         assert f"no equivalent  dataset {said}" in result.output
 
 
+def test_full_fine_tuning_has_no_left_over_keys_of_adapters(place: Path) -> None:
+    """They would be refused, or passed over."""
+    lora = "lora_dropout: 0.1\nuse_dora: true\nuse_rslora: true\nlora_rank: 8\nadditional_target: lm_head\n"
+    result, recipe, written = convert(f"{FACTORY}dataset: identity\nfinetuning_type: full\n{lora}", place)
+    assert recipe is not None and recipe["adapter"] == {"method": "full"}
+    assert "0 keys have no equivalent" in result.output and "use_dora: full fine-tuning has no adapter" in written
+
+
 def test_turns_that_are_not_trained_need_no_key(place: Path) -> None:
     table = "{path: a/c, type: chat_template, message_field_training: train, roles_to_train: [assistant]}"
     result, _, written = convert(f"{HEAD}datasets: [{table}]\n", place)

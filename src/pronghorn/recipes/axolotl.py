@@ -92,9 +92,7 @@ def convert(draft: Draft) -> None:
     if adapter not in (None, "lora", "qlora"):
         draft.lost["adapter"] = f"{adapter!r} is not here; lora is written instead"
     if adapter is None:  # an example's left-over LoRA keys say nothing of full fine-tuning
-        for key in [key for key in draft.given if key.startswith(("lora_", "peft_"))]:
-            draft.needless[key] = "full fine-tuning has no adapter"
-            del draft.given[key]
+        common.without_adapter(draft, ("lora_", "peft_"))
     if "sequence_len" not in draft.given:
         draft.put("model.max_seq_length", 512, "sequence_len's default")
     draft.given.setdefault("output_dir", "./model-out")

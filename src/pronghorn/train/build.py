@@ -76,6 +76,8 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
     # full fine-tuning keeps float32 masters and computes in `dtype`
     held = strategy(recipe, found, processes(), device)
     shared = held.strategy is Strategy.SHARDED
+    if recipe.launch.strategy == "sharded" and not shared:
+        console.print("[yellow]launch.strategy: sharded is not used: one process has nobody to share with[/]")
     compute = Compute.of(recipe.precision.compute)
     share = SharedLoading(device, trained=full, compute=compute) if shared and _unread(recipe, found) else None
     # a device holds its part of the layers, never all of them
@@ -294,5 +296,8 @@ def check_device(recipe: Recipe, device: str, console: Console) -> None:
         raise ConfigError(
             f"precision.compute: {recipe.precision.compute} without a CUDA device", "leave precision.compute out here"
         )
+    if recipe.memory.gradient_checkpointing in ("offload", "unsloth"):
+        asked = f"memory.gradient_checkpointing: {recipe.memory.gradient_checkpointing}"
+        console.print(f"[yellow]{asked} moves inputs to host memory, where they are already: layers are recomputed[/]")
     if recipe.memory.budget is not None:
         console.print(f"[yellow]memory.budget {recipe.memory.budget} is of GPU memory: nothing limits this CPU run[/]")
