@@ -186,10 +186,10 @@ def stock_batch(kwargs: dict[str, Any], tokens: Any = None) -> PackedBatch | Non
         row_starts = sum(start % row_tokens == 0 for start in starts)
         if row_starts == len(starts):
             return None  # one document a row, starting at 0 (or a continuation): transformers' causal path isolates it
-        if row_starts < rows:
+        if others := max(rows - row_starts, 0):
             raise DataError(
-                f"packed position_ids: {rows - row_starts} of {rows} rows {does(rows - row_starts, 'begin')} elsewhere",
-                "start each row with a new document, at position 0",
+                f"packed position_ids: {others} of {rows} rows {does(others, 'begin')} elsewhere than at 0",
+                "start each row with a new document",
             )
         bounds = [*starts, flat.numel()]
     else:
