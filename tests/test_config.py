@@ -10,6 +10,7 @@ import pytest
 from pronghorn.config import Recipe, fields
 from pronghorn.data.template import find_template
 from pronghorn.errors import ConfigError
+from pronghorn.recipe_checks import unused
 
 ROOT = Path(__file__).parents[1]
 GOOD = """
@@ -65,6 +66,33 @@ def test_on_and_off_are_words(folder: Path, way: str) -> None:
 def test_a_recipe_is_frozen(folder: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(folder, GOOD).train.max_steps = 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ([], []),
+        (["adapter.r=16"], []),
+        (["adapter.method=full"], []),
+        (["adapter.method=full", "adapter.r=16"], ["adapter.r is not used"]),  # its default, but somebody wrote it
+        (["packing.enabled=false", "packing.graph=off"], []),
+        (
+            ["packing.enabled=false", "packing.graph=on", "memory.feed_forward=tiled"],
+            ["packing.graph, memory.feed_forward are not used"],
+        ),
+        (["memory.budget=8GiB"], []),
+        (["memory.budget=8GiB", "memory.gradient_checkpointing=true"], ["memory.budget 8GiB is not used"]),
+        (["data.eval_rows=3", "data.eval=null"], ["data.eval_rows is not used"]),
+        (["train.load_best=false"], []),
+        (["train.load_best=true"], ["train.load_best is not used"]),
+        (["train.load_best=true", "train.eval_steps=5"], []),
+        (["report.sample_tokens=9", "report.sample_prompts=[a]"], []),
+        (["report.sample_tokens=9"], ["report.sample_tokens is not used"]),
+    ],
+)
+def test_what_has_no_effect_is_told(folder: Path, changes: list[str], told: list[str]) -> None:
+    found = list(unused(load(folder, GOOD, *changes)))
+    assert [message.partition(":")[0] for message in found] == told
 
 
 BAD: list[tuple[str, list[str], str]] = [

@@ -21,7 +21,7 @@ from pronghorn.cli.console import Console
 from pronghorn.cli.errors import LONGEST
 from pronghorn.cli.main import app
 from pronghorn.cli.train import summary
-from pronghorn.text import clip, short, visible
+from pronghorn.text import clip, counted, does, short, visible
 from pronghorn.train.page import write_page
 from support.run_records import record
 
@@ -181,3 +181,9 @@ def test_long_text_keeps_its_ends() -> None:
     assert clip("abc", 3) == "abc"
     assert clip("a" * 600 + "b" * 600, 300) == "a" * 200 + " … (900 characters left out) … " + "b" * 100
     assert len(short("x" * 10_000)) < 120 and len(short([["y"] * 99] * 99)) < 500 and short(3) == "3"
+
+
+def test_counted_nouns_and_their_verbs() -> None:
+    assert counted(1, "row") == "1 row" and counted(0, "row") == "0 rows" and counted(1200, "batch") == "1,200 batches"
+    assert counted(1, "document", "have") == "1 document has" and counted(2, "document", "have") == "2 documents have"
+    assert [does(1, verb) for verb in ("are", "were", "lose")] == ["is", "was", "loses"] and does(3, "are") == "are"

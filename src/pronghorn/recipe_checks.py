@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,11 +271,49 @@ def _check_schedule(name: str, given: dict[str, float], rate: float) -> None:
             raise ConfigError(f"{written}: {key} {value:g}{default} is not {must}", f"set {key} there: {must}")
 
 
+_LORA_S = ("r", "lora_alpha", "lora_dropout", "use_rslora", "random_state")
+_PACKED_S = ("packing.attention", "packing.graph", "packing.look_ahead", "memory.feed_forward")
+
+
+def unused(recipe: Any) -> Iterator[str]:
+    """Say of what a recipe sets where other settings leave it without an effect; such recipes run all the same, as
+    `adapter.method=full` may come from the command line."""
+    if _full(recipe) and (named := [key for key in _LORA_S if key in recipe.adapter.model_fields_set]):
+        yield _not_used([f"adapter.{key}" for key in named], "adapter.method: full trains every weight")
+    if not recipe.packing.enabled:
+        values = {key: getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) for key in _PACKED_S}
+        if named := [key for key, value in values.items() if value not in ("auto", "off")]:
+            yield _not_used(named, "packing.enabled: false pads batches, which go through transformers")
+    kept = recipe.memory.gradient_checkpointing
+    if recipe.memory.budget is not None and kept != "auto":
+        why = f"memory.gradient_checkpointing: {str(kept).lower()} says what is kept, and auto goes by the budget"
+        yield _not_used([f"memory.budget {recipe.memory.budget}"], why)
+    if recipe.data.eval_rows is not None and recipe.data.eval is None:
+        yield _not_used(["data.eval_rows"], "there are no held-out data (data.eval)")
+    if recipe.train.load_best and "load_best" in recipe.train.model_fields_set and recipe.train.eval_steps is None:
+        yield _not_used(["train.load_best"], "nothing is evaluated while it trains (train.eval_steps)")
+    if "sample_tokens" in recipe.report.model_fields_set and not recipe.report.sample_prompts:
+        yield _not_used(["report.sample_tokens"], "there are no report.sample_prompts")
+
+
+def _not_used(keys: list[str], why: str) -> str:
+    return f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} not used: {why}"
+
+
 NO_WARMUP = ("constant", *ON_LOSS)
 """Schedules that begin at the learning rate: transformers warms none of them up."""
 
 
-def missed_rate(train: Any, steps: int) -> str | None:
+def missed(train: Any, steps: int) -> Iterator[str]:
+    """Say what a run of so many steps never comes to although its `train` section asks for it."""
+    if (rate := _missed_rate(train, steps)) is not None:
+        yield rate
+    if train.eval_steps is not None and train.eval_steps > steps:
+        only = "the held-out loss is measured before and after it alone"
+        yield f"train.eval_steps {train.eval_steps:,} is more than the run's {steps:,}: {only}"
+
+
+def _missed_rate(train: Any, steps: int) -> str | None:
     """Say why a run of so many steps has no warm-up although its `train` section asks for one, or never has the
     learning rate that it names; None where it has both."""
     asked = next((key for key in ("warmup_ratio", "warmup_steps") if key in train.model_fields_set), None)

@@ -25,6 +25,7 @@ from pronghorn.recipe_values import (
     on_or_off,
     tools,
 )
+from pronghorn.text import does
 
 INIT = "gaussian|orthogonal|olora|pissa|pissa_niter_[0-9]{1,4}"
 CHANGES_BASE = ("pissa", "olora")
@@ -180,7 +181,8 @@ class Data(Section):
         weighted = sum(source.weight is not None for source in sources)
         if 0 < weighted < len(sources):
             raise ConfigError(
-                f"data.{split}: {weighted} of {len(sources)} sources have a weight", "give every source one, or none"
+                f"data.{split}: {weighted} of {len(sources)} sources {does(weighted, 'have')} a weight",
+                "give every source one, or none",
             )
         return [
             source.model_copy(

@@ -35,10 +35,16 @@ def clip(text: str, most: int) -> str:
     return f"{text[:head]} … ({len(text) - head - tail:,} characters left out) … {text[-tail:]}"
 
 
-def counted(count: int, what: str) -> str:
-    """Return "1 document", "1,024 documents" or "2 batches"."""
+def counted(count: int, what: str, verb: str = "") -> str:
+    """Return "1 document", "1,024 documents" or "2 batches"; with the verb of several its right form: "1 row has"."""
     several = "es" if what.endswith("ch") else "s"
-    return f"{count:,} {what}{'' if count == 1 else several}"
+    return f"{count:,} {what}{'' if count == 1 else several}{verb and ' '}{does(count, verb)}"
+
+
+def does(count: int, verb: str) -> str:
+    """Return the verb of so many, given that of several: "has" or "have", "loses" or "lose"."""
+    irregular = {"are": "is", "were": "was", "have": "has"}
+    return verb if count != 1 or not verb else irregular.get(verb, f"{verb}s")
 
 
 def _written(character: str) -> str:

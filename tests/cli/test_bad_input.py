@@ -160,7 +160,7 @@ CASES: dict[str, Case] = {
     "a system message in the middle": chat(
         [USER, {"role": "system", "content": "a"}, ASSISTANT], "message 2", "system"
     ),
-    "nobody answers": chat([USER], "none of 1 rows has a token to train"),
+    "nobody answers": chat([USER], "of 1 row none has a token to train"),
     "a control token inside": chat(
         [USER, {"role": "assistant", "content": "A </s> cat"}], "line 1", "control token '</s>'"
     ),
@@ -210,13 +210,13 @@ CASES: dict[str, Case] = {
         ("train.jsonl line 1 has", "max_seq_length 8"), recipe={"model": {"max_seq_length": 8}}
     ),
     "all too long": Case(
-        ("none of 1 documents is left at max_seq_length 4",),
+        ("of 1 document none is left at max_seq_length 4",),
         recipe={"model": {"max_seq_length": 4}, "data": {"overflow": "drop"}},
     ),
     "rows longer than the model's positions": setting("model", "max_seq_length", 513, "513 > 512"),
     # mixtures
     "weights for some": setting(
-        "data", "train", [{"path": "train.jsonl", "weight": 1}, {"path": "train.jsonl"}], "1 of 2 sources have a weight"
+        "data", "train", [{"path": "train.jsonl", "weight": 1}, {"path": "train.jsonl"}], "1 of 2 sources has a weight"
     ),
     "a weight below zero": setting("data", "train", [{"path": "train.jsonl", "weight": -1}], "greater than 0"),
     "a mixture of nothing": setting("data", "train", [], "data.train"),
@@ -271,7 +271,7 @@ CASES: dict[str, Case] = {
     ),
     "weights that are none of the model's": model(
         lambda folder: change(folder, "model.layers.0.mlp.extra.weight", torch.ones(2)),
-        "1 tensors that have no place in the model",
+        "1 tensor that has no place in the model",
         "model.layers.0.mlp.extra.weight",
     ),
     "a part of the weights missing": model(lambda folder: split_weights(folder), "model-00002-of-", "index.json"),

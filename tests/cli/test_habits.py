@@ -146,7 +146,7 @@ MISTAKES = {
     "a turn that is a text": row({"messages": ["hi", "ho"]}, "message 1: 'hi', no object", "write a message as"),
     "a number for a content": chat([{"role": "user", "content": 5}, ASSISTANT], "content is int 5", "as a string"),
     "half a weight": chat([USER, {**ASSISTANT, "weight": 0.5}], "weight float 0.5", "1 (supervised) or 0"),
-    "no turn to train": chat([USER, {**ASSISTANT, "train": False}], "none of 1 rows", "not train: false"),
+    "no turn to train": chat([USER, {**ASSISTANT, "train": False}], "of 1 row none", "not train: false"),
     "columns the wrong way round": renamed(
         {"q": "prompt", "a": "completion"}, "the file's keys stand last", "{completion: a,"
     ),

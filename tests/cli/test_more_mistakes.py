@@ -110,7 +110,7 @@ MISTAKES = {
     "warmup_ratio in steps": key("train", "warmup_ratio", 10, "less than 1", "share of all steps"),
     "save_steps as a share": key("train", "save_steps", 0.5, "a valid integer", "checkpoint every so many steps"),
     "all held out": key("data", "eval", "100%", "to hold out nothing, or all", "a share (5%)"),
-    "half a row held out": key("data", "eval", 0.1, "10% of 1 conversations leaves nothing", "another share"),
+    "half a row held out": key("data", "eval", 0.1, "10% of 1 conversation leaves nothing", "another share"),
     "AdamW": key("train", "optimizer", "AdamW", "train.optimizer = 'AdamW'", "did you mean adamw_torch_fused?"),
     "Muon": key("train", "optimizer", "muon", "no Muon by name", "use adamw_torch_fused"),
     "a schedule misspelt": key("train", "lr_scheduler", "cosin", "'cosin'", "did you mean cosine?"),

@@ -249,6 +249,16 @@ def train(folder: Path, stories: Path, *overrides: str) -> Any:
             "train.lr_scheduler=warmup_stable_decay; train.lr_scheduler_kwargs={num_decay_steps: 3}",
             "num_decay_steps 3 of train.lr_scheduler_kwargs, with 5 steps of warm-up, is more than the run's 1",
         ),
+        (
+            "adapter.method=full; adapter.r=4; adapter.lora_dropout=0.1",
+            "adapter.r, adapter.lora_dropout are not used: adapter.method: full trains every weight",
+        ),
+        ("launch.strategy=sharded", "launch.strategy: sharded is not used: one process"),
+        ("memory.gradient_checkpointing=offload", "moves inputs to host memory, where they are already"),
+        (
+            "data.eval=train.jsonl; train.eval_steps=9",
+            "train.eval_steps 9 is more than the run's 1: the held-out loss is measured before and after it alone",
+        ),
         ("train.learning_rate=0.5", "train.learning_rate 0.5 is high"),
         ("data.train=saved", "saved: 4 rows"),  # what save_to_disk wrote is read
         (" train.max_steps = 1", "limited by max_steps"),

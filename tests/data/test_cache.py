@@ -533,7 +533,7 @@ def test_rows_that_cannot_be_labelled_are_dropped_like_others(settings: Any, tok
     (tmp_path / "text.jsonl").write_text('{"text": "a cat"}')
     for sources in ([], [{"path": tmp_path / "text.jsonl"}]):
         train = [{"path": tmp_path / "train.jsonl"}, *sources]
-        with pytest.raises(DataError, match=r"train\.jsonl: each of its 50 rows was dropped, .*line 1: .*never"):
+        with pytest.raises(DataError, match=r"train\.jsonl: of 50 rows each was dropped, .*line 1: .*never"):
             prepare(settings(train=train, bad_rows="drop"), tokenizer)
     with pytest.raises(DataError, match=r"line 1: .*never"):
         prepare(settings(), tokenizer)
@@ -551,7 +551,7 @@ def test_a_share_of_nothing(settings: Any, tokenizer: Any, tmp_path: Path) -> No
 
 def test_nothing_to_train(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
-    with pytest.raises(DataError, match="none of 1 rows has a token to train"):
+    with pytest.raises(DataError, match="of 1 row none has a token to train"):
         prepare(settings(), tokenizer)
     (tmp_path / "train.jsonl").write_text('{"text": "a"}')
     with pytest.raises(ConfigError, match=r"data\.system_prompt is set"):

@@ -186,7 +186,7 @@ def test_overflow() -> None:
     cut = fit([short, long, late], 3, "truncate")
     assert cut.documents == [short, Document([1, 2, 3], [-100, -100, 3], "chat.jsonl line 9")]
     assert (cut.dropped, cut.truncated) == (1, 1)
-    with pytest.raises(DataError, match=r"none of 1 documents is left at max_seq_length 3 with data\.overflow: drop"):
+    with pytest.raises(DataError, match=r"of 1 document none is left at max_seq_length 3 with data\.overflow: drop"):
         fit([long], 3, "drop")
     with pytest.raises(ConfigError, match=r"max_seq_length 1 < 2 with data\.overflow: split"):
         fit([short], 1, "split")

@@ -372,7 +372,7 @@ def test_a_mixture_draws_by_its_seed(tmp_path: Path) -> None:
     assert [count.used for count in prepared(unweighted).counts] == [6, 1]
     with pytest.raises(DataError, match=r"b\.jsonl line 2: an empty completion"):
         prepared(parts, bad_rows="error")
-    with pytest.raises(ConfigError, match=r"data\.train: 1 of 2 sources have a weight: give every source one, or none"):
+    with pytest.raises(ConfigError, match=r"data\.train: 1 of 2 sources has a weight: give every source one, or none"):
         prepared([parts[0], unweighted[1]])
     with pytest.raises(ConfigError, match=r"data\.eval is not set"):
         prepared(parts, "eval")
@@ -384,7 +384,7 @@ BAD_MIXTURES = {
     "[{weight: 1}]": "data.train.0.path is missing",
     "[{path: t.jsonl, weight: 0}]": "data.train.0.weight = 0: input should be greater than 0",
     "[{path: t.jsonl, format: chat}]": "data.train.0.format = 'chat': input should be 'auto', 'messages'",
-    "[{path: t.jsonl, weight: 1}, {path: t.jsonl}]": "data.train: 1 of 2 sources have a weight",
+    "[{path: t.jsonl, weight: 1}, {path: t.jsonl}]": "data.train: 1 of 2 sources has a weight",
     "[{path: t.jsonl}, {path: u.jsonl}]": "data.train: u.jsonl does not exist",
     "[]": "data.train = []",
     "5": "data.train = 5",

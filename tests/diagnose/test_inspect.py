@@ -261,7 +261,7 @@ def test_a_document_that_is_too_long_does_not_stop_it(recipe: Any) -> None:
     told = " ".join(result.stdout.split())
     assert "Too long 2 (66.7%); the longest has" in told
     assert "With overflow: drop 2 dropped" in told
-    assert "With overflow: truncate 1 documents lose their end, 1 dropped" in told
+    assert "With overflow: truncate 1 document loses its end, 1 dropped" in told
     assert "With overflow: split 2 documents become" in told
     assert "warning: 2 documents (66.7%) are longer than model.max_seq_length 128: training stops there" in told
     found = inspect(Recipe.load(path))

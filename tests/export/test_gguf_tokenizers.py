@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from pronghorn import FastLanguageModel
@@ -15,6 +16,7 @@ from pronghorn.export import gguf
 from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.gguf import stop_tokens, write_gguf
+from pronghorn.models.gguf import load_gguf, read_header
 from support.byte_level import MARKS, TEXTS, byte_level
 from support.tiny import tiny_model
 
@@ -90,3 +92,40 @@ def test_a_tokenizer_that_no_reader_would_take_is_refused_before_anything_is_mer
     with pytest.raises(UnsupportedError, match=kind):
         write_gguf(saved(tokenizer, tmp_path / "whole"), tmp_path / "model.gguf")
     assert not (tmp_path / "gguf").exists() and not (tmp_path / "model.gguf").exists()
+
+
+def runs_of_spaces() -> Any:
+    """A tokenizer as Gemma's, whose pieces of spaces are added tokens that longest runs are joined to first."""
+    runs = ["▁" * n for n in range(2, 5)]
+    names = ["<unk>", "<bos>", "<eos>", *runs, *(f"<0x{n:02X}>" for n in range(256)), "▁", "a", "▁a"]
+    merges = [("▁" * (n - 1), "▁") for n in (4, 3, 2)] + [("▁▁", "▁▁"), ("▁", "a")]
+    model = models.BPE({name: i for i, name in enumerate(names)}, merges, unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_tokens([AddedToken(run, normalized=False) for run in runs])
+    bos = [("<bos>", 1)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=["<bos>", "$A"], special_tokens=bos)
+    special = {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+KINDS = {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}
+
+
+def test_runs_of_spaces_are_written_as_llama_cpp_looks_for_them(tmp_path: Path) -> None:
+    tokenizer = runs_of_spaces()
+    tiny_model("gemma3_text", vocab_size=len(tokenizer), **KINDS).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", "f32")
+    assert read_header(file).metadata["tokenizer.ggml.tokens"][3:6] == ["  ", "   ", "    "]
+    texts = ["a" + " " * count + "a" for count in range(1, 12)]
+    if llama_cpp.has_llama_cpp():
+        with serve_gguf(file) as engine:
+            for text in texts:
+                assert engine._post("/tokenize", {"content": text})["tokens"] == tokenizer(text)["input_ids"][1:], text
+    for beside in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / beside).unlink()
+    _, again = load_gguf(file, torch.float32)
+    for text in texts:
+        assert again(text)["input_ids"] == tokenizer(text)["input_ids"], text

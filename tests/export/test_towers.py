@@ -291,7 +291,7 @@ def test_towers_that_are_gone_are_told(gemma3: Path, tmp_path: Path) -> None:
 def test_towers_in_few_bits_are_not_merged(gemma3: Path, tmp_path: Path) -> None:
     name = "vision_tower.encoder.layers.0.mlp.fc1.weight"
     add_tensors(gemma3, {name: stored_tensors(gemma3)[name].to(torch.float8_e4m3fn)})
-    with pytest.raises(UnsupportedError, match=r"1 tensors beside the language model in few bits \(vision_tower"):
+    with pytest.raises(UnsupportedError, match=r"1 tensor beside the language model in few bits \(vision_tower"):
         save_merged(adapted(gemma3), None, tmp_path / "merged")
 
 

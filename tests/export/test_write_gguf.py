@@ -30,6 +30,7 @@ from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+IGNORED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 FACTOR = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6, "factor": 8.0},
@@ -76,6 +77,13 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     tokenizer = byte_level("llama-bpe")  # a small one is written and read in no time
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
     check_what_is_read_back(tokenizer, "llama", {}, tmp_path)
+
+
+def test_a_partial_rotary_factor_that_the_family_does_not_read_is_not_written(tmp_path: Path) -> None:
+    tokenizer = byte_level("llama-bpe")
+    model = tiny_model("llama", vocab_size=len(tokenizer), rope_parameters=IGNORED)
+    file = write_gguf(save(model, tokenizer, tmp_path / "merged"), tmp_path / "model.gguf", "f32")
+    assert read_header(file).of_model("rope.dimension_count") == model.config.head_dim
 
 
 @pytest.mark.slow

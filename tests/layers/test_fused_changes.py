@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 
+from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import attach
 from support.changes import (
     ALL,
@@ -136,9 +137,24 @@ def test_another_window_is_noticed(family: str) -> None:
     assert_same(found[1], found[0])
 
 
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_windows_of_configuration_and_modules_that_disagree(family: str, layers: Any) -> None:
+    """Before attach, and later: transformers' flash follows the modules, its masks the configuration."""
+    model = tiny_model(family)
+    held = model.model.layers[0].self_attn.sliding_window
+    handle = attach(model, layers=layers)
+    model.config.sliding_window = 2
+    told = f"sliding_window is {held}, and the configuration's 2"
+    with pytest.raises(UnsupportedError, match=told):
+        model(**BATCH)
+    handle.detach()
+    with pytest.raises(UnsupportedError, match=told):
+        attach(model, layers=layers)
+
+
 def _queries_grow(model: Any) -> None:
-    own = dict(model.config.rope_parameters)  # other tiny models have the same one
-    model.config.rope_parameters = own | {"llama_4_scaling_beta": 2.0, "original_max_position_embeddings": 5}
+    model.config.rope_parameters |= {"llama_4_scaling_beta": 2.0, "original_max_position_embeddings": 5}
 
 
 def _switch(name: str) -> Callable[[Any], None]:
@@ -147,6 +163,25 @@ def _switch(name: str) -> Callable[[Any], None]:
             setattr(layer.self_attn, name, False)
 
     return change
+
+
+@pytest.mark.parametrize("name", ["resid_attn_dropout", "resid_mlp_dropout"])
+@pytest.mark.parametrize("when", ["before attach", "later"])
+def test_dropout_of_what_blocks_add(name: str, when: str) -> None:
+    """Phi-3's layers have it beside their parts."""
+    found = []
+    for layers in ("stock", "fused"):
+        model = tiny_model("phi3").train()
+        if when == "later":
+            attach(model, layers=layers)
+            before = loss_and_gradients(model, BATCH)
+        for layer in model.model.layers:
+            getattr(layer, name).p = 0.5
+        attach(model, layers=layers)
+        torch.manual_seed(0)
+        found.append(loss_and_gradients(model, BATCH))
+        assert when != "later" or found[-1][0] != before[0]
+    assert_same(found[1], found[0])
 
 
 CHOICES = [("ministral3", _queries_grow), ("smollm3", _switch("use_rope")), ("glm4_moe", _switch("use_qk_norm"))]

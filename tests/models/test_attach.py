@@ -25,7 +25,7 @@ from pronghorn.models import loss as loss_module
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recompute_layers, recomputes_layers, rope_limit
 from pronghorn.models.metadata import CACHES, stock_batch
-from support.documents import attach_options, compare
+from support.documents import attach_options, compare, one_document_at_a_time
 from support.fused import BIASED, WIDE, count_attachments, with_adapters
 from support.generic import generic_model
 from support.tiny import FAMILIES, VOCAB, packed_row, tiny_model
@@ -291,6 +291,17 @@ def test_configs_that_cannot_be_isolated_are_refused(family: str, option: str, v
     with pytest.raises(UnsupportedError, match=f"{option} = {value}"):
         attach(model)
     assert attached(model) is None
+
+
+def test_rope_of_a_part_of_each_head() -> None:
+    """Where it is scaled, transformers' Llama makes frequencies for the part alone, and fails; GLM's rotates it."""
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+    model, batch = tiny_model("llama", rope_parameters=rope), packed_row([9, 5], 16)
+    with pytest.raises(RuntimeError, match="must match"):
+        model(batch["input_ids"])
+    with pytest.raises(UnsupportedError, match=r"'linear' with partial_rotary_factor 0\.5: transformers' llama"):
+        attach(model, layers="fused")
+    compare(tiny_model("glm4_moe", rope_parameters=rope), batch, "cpu", torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -611,6 +622,31 @@ def test_documents_that_would_change_the_others_rope_are_refused(kind: str) -> N
     with pytest.raises(UnsupportedError, match="tail of 17 tokens"):
         model(**packed_row([5], 22))
     assert model(**packed_row([17], 22)).loss.isfinite()  # changes no other document
+    generic = generic_model("stablelm", max_position_embeddings=model.config.max_position_embeddings)
+    generic.config.rope_parameters = rope
+    attach(generic)
+    with pytest.raises(UnsupportedError, match="tail of 17 tokens"):
+        generic(**packed_row([17, 5], 22))
+
+
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_dynamic_rope_forgets_a_longer_document(family: str, layers: Any) -> None:
+    """After one, transformers has its frequencies back for a document shorter than the limit, and not for one as long
+    as that: a model that has seen no longer one gives the right answer, which no earlier batch has a part in."""
+    rope: Any = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    rope = {"full_attention": rope, "sliding_attention": rope} if family == "gemma3_text" else rope
+    model = tiny_model(family, max_position_embeddings=16, rope_parameters=rope)
+    plain, longer = copy.deepcopy(model), packed_row([40], 40)
+    attach(model, layers=layers)
+    for lengths in ([15, 5], [16, 5], [17]):
+        batch = packed_row(lengths, sum(lengths))
+        with torch.no_grad():
+            model(**longer)
+            if lengths == [17]:  # alone in its row: here both go by the longer one
+                plain(longer["input_ids"])
+            _, expected = one_document_at_a_time(plain, batch)
+            torch.testing.assert_close(model(**batch).loss, expected.float())
 
 
 def test_the_shortest_limit_of_rope_counts() -> None:
@@ -677,6 +713,20 @@ def test_a_packed_row_that_starts_inside_a_document_is_refused(position_ids: lis
     attach(model)
     with pytest.raises(DataError, match="start each row with a new document"):
         model(input_ids=torch.ones(2, 5, dtype=torch.int64), position_ids=torch.tensor(position_ids))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_micro_batch_without_a_label_adds_nothing_to_a_step(packed: bool) -> None:
+    """Divided by the labels of the step's others; where there are none at all it is 0 packed, and 0/0 padded, as
+    transformers has it: its trainers, and ours, leave such documents out beforehand."""
+    model = tiny_model("llama")
+    attach(model, layers="fused")
+    batch = packed_row([9, 5], 16) if packed else {"input_ids": torch.arange(16).view(2, 8)}
+    batch["labels"] = torch.full_like(batch["input_ids"], -100)
+    loss = model(**batch, num_items_in_batch=torch.tensor(7)).loss
+    loss.backward()
+    assert loss == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+    assert model(**batch).loss.isnan() != packed
 
 
 def test_packed_positions_with_a_padding_mask_are_refused() -> None:

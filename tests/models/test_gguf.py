@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -171,28 +172,60 @@ def test_weights_that_go_to_another_device_never_lie_in_memory_whole(tmp_path: P
     assert size > 256_000_000 and 2**20 < int(run.stdout) < 60_000_000
 
 
-def test_gemma_needs_its_own_tokenizer(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
+def pieces_of(text: str, scores: dict[str, float]) -> list[str]:
+    """A slow reference: join the two neighbours whose union scores highest, of equal ones the longest, as long as any
+    is a piece."""
+    parts = list(text.replace(" ", "▁"))
+    while pairs := [(scores[a + b], len(a), len(b), -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in scores]:
+        at = -max(pairs)[-1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
 
+
+def test_gemma_s_tokenizer_is_rebuilt(tmp_path: Path) -> None:
+    """Its file has spaces in pieces of spaces, and a score below all others' for what llama.cpp looks up beforehand."""
     model = tiny_model("gemma3_text", vocab_size=300, num_hidden_layers=7).eval()
+    spaces, joined = [" " * n for n in range(2, 9)], ["▁t", "th", "he", "▁th", "the", "▁the", "en", "then", "tt"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<unused0>", "\n\n", *spaces, *(f"<0x{n:02X}>" for n in range(256))]
+    own = [*joined, "▁", "t", "h", "e", "n"]
+    filler = [f"[PAD{n}]" for n in range(300 - len(tokens) - len(own))]
+    scores = [*[-1000.0] * 13, *[0.0] * 256, *(-float(n) for n in range(len(own))), *[-1000.0] * len(filler)]
 
     def pieces(writer: Any) -> None:
         writer.add_tokenizer_model("llama")
-        writer.add_token_list([f"t{index}" for index in range(300)])
-        writer.add_token_scores([0.0] * 300)
+        writer.add_token_list([*tokens, *own, *filler])
+        writer.add_token_scores(scores)
+        writer.add_token_types(
+            [*[CONTROL] * 4, *[USER_DEFINED] * 9, *[6] * 256, *[NORMAL] * len(own), *[5] * len(filler)]
+        )
+        writer.add_bos_token_id(2)
         writer.add_eos_token_id(1)
+        writer.add_unk_token_id(3)
+        writer.add_add_space_prefix(False)
 
-    path = write_gguf(tmp_path / "gemma.gguf", model, tokenizer=pieces)
-    with pytest.raises(UnsupportedError, match=r"put the model's tokenizer\.json beside gemma\.gguf"):
-        load_gguf(path, torch.float32)
-    words = models.WordLevel({f"t{index}": index for index in range(300)}, "t0")
-    Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
-    loaded, tokenizer = load_gguf(path, torch.float32)
-    assert tokenizer.eos_token_id == 1
+    loaded, tokenizer = load_gguf(write_gguf(tmp_path / "gemma.gguf", model, tokenizer=pieces), torch.float32)
+    known = dict.fromkeys(("▁" * n for n in range(2, 9)), 0.0) | {piece: -float(n) for n, piece in enumerate(own)}
+    for text in ("the then", "  the", " " * 13 + "then", "tttt thethe   n", "hen  t" + " " * 20):
+        assert tokenizer.tokenize(text) == pieces_of(text, known), text
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    assert tokenizer.tokenize(" " * 13) == ["▁" * 8, "▁" * 5]  # as Gemma's own: the longest first
+    assert tokenizer("t\n\né").input_ids == [2, *tokenizer.convert_tokens_to_ids(["t", "\n\n", "<0xC3>", "<0xA9>"])]
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():
         got, want = loaded.eval()(ids).logits, model(ids).logits
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tokenizer_that_is_not_rebuilt_may_lie_beside_the_file(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    path = write_gguf(tmp_path / "m.gguf", tiny(), pre="exotic")
+    with pytest.raises(UnsupportedError, match=r"put the model's tokenizer\.json beside m\.gguf"):
+        load_gguf(path, torch.float32)
+    words = {token: index for index, token in enumerate(byte_level_tokens())}
+    Tokenizer(models.WordLevel(words, SPECIAL[0])).save(str(tmp_path / "tokenizer.json"))
+    _, tokenizer = load_gguf(path, torch.float32)
+    assert tokenizer.eos_token_id == 2 and tokenizer("12").input_ids == [len(words) - 1]
 
 
 def test_stories260k_through_gguf_is_the_same_model(stories: Path, tmp_path: Path) -> None:

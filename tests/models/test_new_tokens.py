@@ -113,6 +113,21 @@ def test_new_tokens_that_a_built_in_template_needs_end_its_turns(stories: Path, 
     assert [added[i].special for i in (512, 513, 514)] == [True, True, False]
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "model.embed_tokens"])
+def test_rows_of_what_is_trained_whole_are_not_trained_beside_it(name: str) -> None:
+    """Whichever of its names modules_to_save has."""
+
+    class Tokenizer:
+        def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+            return [3] * len(tokens)
+
+    model = tiny_model("llama")
+    rows = trainable_tokens(model, Tokenizer(), ["<call>"], [name])
+    assert rows == {"lm_head": [3]}
+    trained = [n for n, p in add_lora(model, modules_to_save=[name], trainable_token_indices=rows).named_parameters()]
+    assert not any("embed_tokens.token_adapter" in name for name in trained)
+
+
 def test_modules_to_save_through_a_recipe(stories: Path, tmp_path: Path) -> None:
     run(recipe(tmp_path, stories, modules_to_save=["lm_head"], new_tokens=["<call>"]), QUIET)
     model, tokenizer = load_model(tmp_path / "run/adapter", max_seq_length=256)

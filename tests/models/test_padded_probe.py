@@ -94,5 +94,5 @@ def test_a_tensor_that_a_checkpoint_lacks_or_has_beside_is_named(tmp_path: Path,
     options: dict[str, Any] = {"max_seq_length": 64}
     with pytest.raises(DataError, match=rf"lacks 1 of the model's weights.*{name}"):
         load_model(lacking, **options)
-    with pytest.raises(DataError, match=r"holds 1 tensors that have no place in the model \(visual.stem.weight"):
+    with pytest.raises(DataError, match=r"holds 1 tensor that has no place in the model \(visual.stem.weight"):
         load_model(beside, **options)

@@ -142,6 +142,11 @@ def test_full_fine_tuning_has_no_target_parameters(make: Any, tmp_path: Path) ->
             {"target_parameters": TARGETS, "modules_to_save": ["experts"]},
             "lies in modules_to_save 'experts'",
         ),
+        (  # as PEFT compares the ends of names
+            "glm4_moe",
+            {"target_modules": ["shared_experts.down_proj"], "modules_to_save": ["experts"]},
+            "no linear is left for an adapter",
+        ),
     ],
 )
 def test_targets_that_make_no_sense(family: str, options: dict[str, Any], message: str) -> None:

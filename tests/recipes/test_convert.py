@@ -278,7 +278,19 @@ def test_a_key_is_taken_over(text: str, section: str, values: dict[str, Any], pl
 )
 def test_what_a_data_set_asks_for_in_vain_is_told(line: str, says: str, place: Path) -> None:
     result, _, _ = convert(f"{HEAD}datasets: [{line}]\n", place)
-    assert says in result.output and "1 keys have no" in result.output
+    assert says in result.output and "1 key has no" in result.output
+
+
+def test_each_of_several_data_sets_tells_what_it_loses(place: Path) -> None:
+    sets = [
+        {"path": "a/c", "type": "chat_template", "shards": 2},
+        {"path": "a/d", "type": "chat_template", "shards": 3},
+    ]
+    sets.append({"path": "a/e", "type": "chat_template", "chat_template": "gemma"})
+    result, _, _ = convert(f"{HEAD}datasets: {json.dumps(sets)}\n", place)
+    assert "datasets.0.shards: 2" in result.output and "datasets.1.shards: 3" in result.output
+    assert "datasets.2.chat_template: gemma: data.chat_template holds for all sources" in result.output
+    assert "3 keys have no equivalent" in result.output
 
 
 def test_texts_beside_conversations_are_told(place: Path) -> None:
@@ -293,6 +305,14 @@ def test_what_an_entry_of_dataset_info_asks_for_in_vain_is_told(place: Path) -> 
     result, _, _ = convert(f"{FACTORY}dataset: seen\n", place)
     for said in ("seen.tags: speaker and text: call the", "seen.images: 'pictures': no", "seen.folder: 'b': no"):
         assert f"no equivalent  dataset {said}" in result.output
+
+
+def test_full_fine_tuning_has_no_left_over_keys_of_adapters(place: Path) -> None:
+    """They would be refused, or passed over."""
+    lora = "lora_dropout: 0.1\nuse_dora: true\nuse_rslora: true\nlora_rank: 8\nadditional_target: lm_head\n"
+    result, recipe, written = convert(f"{FACTORY}dataset: identity\nfinetuning_type: full\n{lora}", place)
+    assert recipe is not None and recipe["adapter"] == {"method": "full"}
+    assert "0 keys have no equivalent" in result.output and "use_dora: full fine-tuning has no adapter" in written
 
 
 def test_turns_that_are_not_trained_need_no_key(place: Path) -> None:

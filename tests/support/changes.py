@@ -112,7 +112,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "dropout": each_layer(dropout),
     "scale": each_layer(scale),
     "another activation": each_layer(lambda layer: setattr(layer.mlp, "act_fn", nn.ReLU())),
-    "another window": each_layer(lambda layer: setattr(layer.self_attn, "sliding_window", 3)),
     "dropout of attention": each_layer(lambda layer: setattr(layer.self_attn, "attention_dropout", 0.5)),
     "another scale of scores": each_layer(lambda layer: setattr(layer.self_attn, "scaling", 0.5)),
     "another eps": each_layer(lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5)),

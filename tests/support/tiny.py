@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -167,7 +168,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     fields = {**_COMMON, **(FAMILIES | MOE_FAMILIES)[family], **changes}
     for name in {"layer_types", "no_rope_layers"} & fields.keys() - changes.keys():  # as many as layers, in turns
         fields[name] = [fields[name][index % len(fields[name])] for index in range(fields["num_hidden_layers"])]
-    config = AutoConfig.for_model(model_type, **fields)
+    config = AutoConfig.for_model(model_type, **copy.deepcopy(fields))  # some configurations write into rope_parameters
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         stock = FAMILY_FACTS[model_type].load_attention

@@ -86,7 +86,7 @@ def test_trainers_learn_responses_only(kind: Any, packing: bool, stories: Path, 
         assert len(trainer.train_dataset) < 3
         assert train_on_responses_only(trainer, USER, BOT) is trainer
     else:
-        with pytest.warns(UserWarning, match="train_dataset: 1 of 3 documents have no response"):
+        with pytest.warns(UserWarning, match="train_dataset: 1 of 3 documents has no response"):
             assert train_on_responses_only(trainer, USER, BOT) is trainer
     assert isinstance(trainer.train_dataset, PackedRows) == (packing and kind is SFTTrainer)
     found = [trained_text(trainer.processing_class, row["input_ids"], row["labels"]) for row in trainer.train_dataset]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pronghorn.text import counted
 from support.launched import launch
 from support.several import Make, recipes, same, same_bits, stopped_at
 
@@ -72,7 +73,7 @@ def goes_on(make: Make, whole: Whole, name: str, method: str, before: Way, after
     assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.split())
     assert f"Going on from checkpoint-{STOPPED_AT}" in told
-    assert (f"Began on {before[0]} GPUs, goes on with {after[0]}" in told) is (before[0] != after[0])
+    assert (f"Began on {counted(before[0], 'GPU')}, goes on with {after[0]}" in told) is (before[0] != after[0])
     return run
 
 

@@ -10,6 +10,7 @@ import typer
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, tell_next, write_new
+from pronghorn.text import counted
 
 OTHERWISE = "name another file: --output OTHER.yaml"
 
@@ -44,5 +45,6 @@ def convert(
         )
         for name, why in draft.lost.items():
             console.print(f"no equivalent  {name}: {why}", markup=False)
-        console.print(f"{output} is written; {len(draft.lost)} keys have no equivalent.", markup=False)
+        lost = f"{counted(len(draft.lost), 'key', 'have')} no equivalent"
+        console.print(f"{output} is written; {lost}.", markup=False)
         tell_next(console, output)

@@ -26,6 +26,7 @@ from pronghorn.data.rows import Row, in_chunks
 from pronghorn.data.sources import count_rows, fingerprint, mixture, read_source
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.state import MANIFEST, clear_leftovers, lock, read_json, write_json
+from pronghorn.text import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,12 +127,12 @@ def documents(
     for source, entry in zip(sources, entries, strict=True):
         if not entry.rows:
             raise DataError(
-                f"{source.path}: each of its {entry.dropped:,} rows was dropped, the first for: {entry.errors[0]}",
+                f"{source.path}: of {counted(entry.dropped, 'row')} each was dropped, the first for: {entry.errors[0]}",
                 f"mend that, or take it out of data.{split}",
             )
     if not any(entry.documents for entry in entries):
         raise DataError(
-            f"none of {sum(entry.rows for entry in entries)} rows has a token to train",
+            f"of {counted(sum(entry.rows for entry in entries), 'row')} none has a token to train",
             "give rows with an assistant message, not train: false (data.loss_on: completion trains nothing else)",
         )
     for source, entry in zip(sources, entries, strict=True):

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from pronghorn.errors import DataError
+from pronghorn.text import counted
 
 _PIECE = re.compile(r" up to message \d+$")
 
@@ -31,7 +32,7 @@ def held_out(sets: list[Any], share: str, seed: int, eval: bool) -> list[Any]:
         different = len(set(ranks))
         equal = f" ({different:,} different ones)" if different < total else ""
         raise DataError(
-            f"data.eval: {share} of {total:,} conversations{equal} leaves nothing to "
+            f"data.eval: {share} of {counted(total, 'conversation')}{equal} leaves nothing to "
             + ("train" if count else "evaluate"),
             "give more data, another share, or a file of held-out data",
         )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pronghorn.data.packed_rows import lengths_of
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.errors import ConfigError, DataError
+from pronghorn.text import counted
 
 Overflow = Literal["error", "drop", "truncate", "split"]
 _RAISE = "raise model.max_seq_length"  # recipes alone come here: TRL cuts the documents of scripts
@@ -62,7 +63,8 @@ def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow =
                 dropped += 1
     if not fitting and not others:
         raise DataError(
-            f"none of {number} documents is left at max_seq_length {max_seq_length} with data.overflow: {overflow}",
+            f"of {counted(number, 'document')} none is left at max_seq_length {max_seq_length} with "
+            f"data.overflow: {overflow}",
             _RAISE,
         )
     return Fitted(fitting, dropped, truncated, split, dropped_pieces)

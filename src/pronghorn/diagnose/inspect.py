@@ -21,7 +21,7 @@ from rich.text import Text
 from pronghorn.config import Recipe
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.diagnose.tables import Table
-from pronghorn.text import counted
+from pronghorn.text import counted, does
 from pronghorn.text import visible as text_visible
 from pronghorn.train.page import write_page
 
@@ -125,9 +125,9 @@ class Inspection:
         if self.outcomes and self.recipe.data.overflow == "error":
             share = len(self.long) / len(self.lengths)
             warnings.append(
-                f"{len(self.long):,} documents ({share:.1%}) are longer than model.max_seq_length "
-                f"{packing.row_tokens:,}: training stops there. Raise it, or set data.overflow to drop, truncate or "
-                "split; what is shown here is split."
+                f"{counted(len(self.long), 'document')} ({share:.1%}) {does(len(self.long), 'are')} longer than "
+                f"model.max_seq_length {packing.row_tokens:,}: training stops there. Raise it, or set data.overflow to "
+                "drop, truncate or split; what is shown here is split."
             )
         if self.prepared.cut_share > HIGH_DROPPED:
             warnings.append(f"{self.prepared.cut_share:.1%} of the documents lose their end (data.overflow: truncate).")
@@ -292,8 +292,9 @@ def outcome(rule: str, fitted: Fitted) -> str:
     """Say what an overflow rule does with the documents that are too long."""
     if rule == "split":
         gone = f", {fitted.dropped_pieces:,} without a label dropped" if fitted.dropped_pieces else ""
-        return f"{counted(fitted.split, 'document')} become {counted(len(fitted.documents), 'piece')}{gone}"
-    cut = f"{fitted.truncated:,} documents lose their end, " if rule == "truncate" else ""
+        return f"{counted(fitted.split, 'document', 'become')} {counted(len(fitted.documents), 'piece')}{gone}"
+    end = "its end" if fitted.truncated == 1 else "their end"
+    cut = f"{counted(fitted.truncated, 'document', 'lose')} {end}, " if rule == "truncate" else ""
     return f"{cut}{fitted.dropped:,} dropped"
 
 
@@ -320,10 +321,10 @@ def show(inspection: Inspection, console: Console) -> None:
         shown = clip(example, TERMINAL_TOKENS)
         text = _marked(shown.head, colours)
         if shown.left_out:
-            left_out = f"{shown.left_out:,} tokens left out, {shown.left_out_supervised:,} of them supervised"
+            left_out = f"{counted(shown.left_out, 'token')} left out, {shown.left_out_supervised:,} of them supervised"
             text.append(f"\n… {left_out} …\n", "italic").append_text(_marked(shown.tail, colours))
         console.print(text)
-        count = f"{len(example.document):,} tokens, {example.document.supervised:,} of them supervised\n"
+        count = f"{counted(len(example.document), 'token')}, {example.document.supervised:,} of them supervised\n"
         console.print(Text(count, style="italic"), highlight=False)
     if inspection.examples:
         marks = Text("supervised", _SUPERVISED) if colours else Text("⟦supervised⟧")

@@ -44,6 +44,7 @@ from pronghorn.models.experts import wrappers
 from pronghorn.models.families import decoder_layers
 from pronghorn.models.report import Decisions, LayersPath
 from pronghorn.ranges import PREFIX, in_part
+from pronghorn.text import counted
 from pronghorn.train.build import build
 from pronghorn.train.control import RunControl
 from pronghorn.train.progress import ProgressCallback
@@ -76,7 +77,7 @@ def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -
         packing = recipe.packing.model_copy(update={"graph": "off"})  # a graph's kernels can't be told by cause
         callbacks = [RunControl(None, None, None), ProgressCallback(Console(quiet=True))]
         trainer, handle = build(recipe.model_copy(update={"train": train, "packing": packing}), console, callbacks)
-        console.print(f"Profiling {steps} steps after {warmup} to warm up and {steps} without the profiler")
+        console.print(f"Profiling {counted(steps, 'step')} after {warmup} to warm up and {steps} without the profiler")
         recording = Recording(Path(folder) / "trace.json", steps, warmup)
         with closing(
             recording.stages(trainer, handle)

@@ -24,6 +24,7 @@ from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import resolve
 from pronghorn.models.families import recompute_layers
+from pronghorn.text import counted
 from pronghorn.train.build import attach_options, autocast_dtype, load
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.validate import check_ids, padding_token
@@ -96,7 +97,7 @@ def compare(recipe: Recipe, console: Console, steps: int, warmup: int) -> Compar
         limit = LOSS_LIMIT_FP8
 
     def turn(name: str, batches: list[dict[str, Any]], count: int, side: Side) -> None:
-        console.print(f"{name}: {warmup} steps to warm up, {count} timed")
+        console.print(f"{name}: {counted(warmup, 'step')} to warm up, {count} timed")
         times, peak = _time(model, batches, optimizer, autocast, count, warmup)
         side.step_ms += times
         side.peak_bytes = max(filter(None, (side.peak_bytes, peak)), default=None)

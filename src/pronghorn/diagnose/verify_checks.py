@@ -27,6 +27,7 @@ from pronghorn.models.probe import Isolation
 from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
 from pronghorn.parity.visibility import Visibility
 from pronghorn.precision.compute import Compute
+from pronghorn.text import counted
 
 COSINE = 0.98
 """Of a gradient to float32's with nothing in 8 bits, at least, where the model's dtype itself reaches it."""
@@ -123,7 +124,7 @@ def loss(name: Name, value: float, plain: Passes, exact: Passes) -> Check:
 def logits(packed: Tensor, plain: Passes, exact: Passes) -> Check:
     """Check the logits out of the packed rows."""
     found = distance("logits", packed, plain.logits, exact.logits)
-    return _of_distance(Name.LOGITS, found, f"{len(packed)} rows, relative L2 error {found.relative:.1e}")
+    return _of_distance(Name.LOGITS, found, f"{counted(len(packed), 'row')}, relative L2 error {found.relative:.1e}")
 
 
 def products(compared: list[Distance], expected: int, compute: Compute) -> Check:
@@ -188,7 +189,7 @@ def packed_or_alone(packed: Tensor, alone: tuple[list[int], Tensor], plain: Pass
     rows, logits = alone
     found = distance("", packed[rows].double() - logits.double() + exact.logits[rows].double(),
                      plain.logits[rows], exact.logits[rows])  # fmt: skip
-    same = "bit-equal" if torch.equal(packed[rows], logits) else f"{len(rows)} rows"
+    same = "bit-equal" if torch.equal(packed[rows], logits) else counted(len(rows), "row")
     return _of_distance(Name.ALONE, found, same)
 
 
@@ -204,7 +205,7 @@ def visibility(ours: list[Visibility], plain: list[Visibility]) -> Check:
         elif min(mine.inside, default=0) < min(right.inside):
             detail = f"a token is seen by those before it {layers}"
         else:
-            detail = f"a token is seen by {len(mine.inside)} tokens and not by {len(right.inside)} {layers}"
+            detail = f"a token is seen by {counted(len(mine.inside), 'token')} and not by {len(right.inside)} {layers}"
     return Check(Name.VISIBILITY, not wrong, len(wrong), 0, detail, Finding(cause, detail))
 
 
@@ -260,7 +261,7 @@ def merged(model: Any) -> list[Check]:
             worst = max(worst, found.excess)
             if not found.excess <= 1:
                 (forgot if torch.equal(written, weight.to(dtype)) else off).append(name)
-    detail = f"{len(adapted)} weights hold their adapter"
+    detail = f"{counted(len(adapted), 'weight', 'hold')} {'its' if len(adapted) == 1 else 'their'} adapter"
     if forgot or off:
         kinds = ((forgot, "forgot its adapter"), (off, "is not W + s·B·A"))
         detail = "; ".join(f"{what}: {listed(names)}" for names, what in kinds if names)

@@ -41,6 +41,7 @@ from pronghorn.parity.quantised_experts import compared_experts, quantised_exper
 from pronghorn.parity.reference import accumulate, kept_gradients, logits_at, upcast_of
 from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
 from pronghorn.precision.compute import Compute
+from pronghorn.text import counted
 
 LOGIT_ROWS = 384
 """Labelled rows whose logits are compared, spread over all."""
@@ -243,7 +244,9 @@ class Run:
                 total += loss.item()
         untrained = None
         if any(routed.tensors()):  # before gradients are taken off the model
-            untrained = [f"{canonical(name)}, expert {e} ({count} tokens)" for name, e, count in routed.untrained()]
+            untrained = [
+                f"{canonical(name)}, expert {e} ({counted(count, 'token')})" for name, e, count in routed.untrained()
+            ]
         return replace(self._take([], total, torch.empty(0)), untrained=untrained, idle=len(routed.idle()))
 
     def _take(self, losses: list[Tensor], loss: float, logits: Tensor) -> Passes:

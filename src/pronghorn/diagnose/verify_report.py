@@ -147,7 +147,7 @@ def render(report: Report) -> RenderableType:
     rows = " and ".join(f"{counted(len(row), 'document')} ({sum(row):,} tokens)" for row in report.rows)
     about = (
         f"{report.name}: {report.dtype}, against {report.reference} one document at a time; {rows}, "
-        f"{report.labels:,} labels; {report.device}, {report.seconds:.0f} s"
+        f"{counted(report.labels, 'label')}; {report.device}, {report.seconds:.0f} s"
     )
     about += f"\nLimits: {report.rule}."
     paths = {path.part: path for path in report.paths}

@@ -87,7 +87,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     writer = gguf.GGUFWriter(str(file), form.architecture)
     types = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}
     writer.add_file_type(getattr(gguf.LlamaFileType, types.get(quantisation, f"MOSTLY_{quantisation.upper()}")))
-    _describe(writer, config, form)
+    _describe(writer, config, family)
     _describe_tokenizer(writer, tokenizer, config, form, stop_tokens(source, tokenizer))
     experts = form.values(config).get("expert_count")
 
@@ -178,8 +178,10 @@ def _by_llama_cpp(source: str | Path, file: Path, quantisation: str) -> Path:
     return file
 
 
-def _describe(writer: Any, config: Any, form: Gguf) -> None:
+def _describe(writer: Any, config: Any, family: FamilySpec) -> None:
     """Write what the file says of the model's shape."""
+    form = family.gguf
+    assert form is not None
     values = form.values(config)
     if "sliding_window" not in values and _windows(config):
         what = f"{config.model_type} with a window of {config.sliding_window} tokens"
@@ -194,7 +196,7 @@ def _describe(writer: Any, config: Any, form: Gguf) -> None:
         "head_count": config.num_attention_heads,
         "head_count_kv": values.get("head_count_kv") or config.num_key_value_heads,
         "layer_norm_rms_eps": config.rms_norm_eps,
-        **rope_values(form.rope(config), head_dim, "rope_dimension_count" in values, SERVE),
+        **rope_values(form.rope(config), head_dim, family.partial_rotary, "rope_dimension_count" in values, SERVE),
         "key_length": head_dim,
         "value_length": head_dim,
         "vocab_size": config.vocab_size,
@@ -304,7 +306,9 @@ def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: b
         is_byte = pieces and len(token) == 6 and token.startswith("<0x")
         types[index] = TokenType.BYTE if is_byte else TokenType.NORMAL
     for index, added in tokenizer.added_tokens_decoder.items():
-        tokens[index] = added.content
+        # llama.cpp looks for Gemma's runs of spaces in the text, before spaces are replaced; the longest comes first
+        is_run = pieces and added.content == "▁" * len(added.content)
+        tokens[index] = " " * len(added.content) if is_run else added.content
         types[index] = TokenType.CONTROL if added.special else TokenType.USER_DEFINED
     if pieces and tokenizer.unk_token_id is not None:
         types[tokenizer.unk_token_id] = TokenType.UNKNOWN

@@ -18,12 +18,15 @@ _NEVER = 1e30
 """Divides a frequency into none."""
 
 
-def rope_values(rope: Mapping[str, Any], head_dim: int, proportional: bool, remedy: str) -> dict[str, Any]:
+def rope_values(
+    rope: Mapping[str, Any], head_dim: int, partial: bool, proportional: bool, remedy: str
+) -> dict[str, Any]:
     """Return what the file says of RoPE, by the names of gguf.GGUFWriter's methods without `add_`.
 
     Args:
         rope: its parameters.
         head_dim: of attention.
+        partial: whether the family's code reads which part of a head is rotated.
         proportional: whether the family says itself how many dimensions are rotated.
     Raises:
         UnsupportedError: a scaling that llama.cpp doesn't compute.
@@ -35,7 +38,7 @@ def rope_values(rope: Mapping[str, Any], head_dim: int, proportional: bool, reme
         raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here", remedy)
     found: dict[str, Any] = {
         "rope_freq_base": float(rope["rope_theta"]),
-        "rope_dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope_dimension_count": int(head_dim * (rope.get("partial_rotary_factor", 1.0) if partial else 1)),
     }
     if scaling in ("linear", "yarn"):
         found["rope_scaling_type"] = gguf.RopeScalingType[scaling.upper()]

@@ -16,6 +16,7 @@ from pronghorn.models.composite import Composite
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.packed_checkpoint import METADATA, MODELOPT_FILE, fetched
 from pronghorn.precision.loader import StoredTensor, checkpoint
+from pronghorn.text import counted
 
 
 def composite_of(model: Any) -> Composite | None:
@@ -52,7 +53,8 @@ class Original:
         packed = [stored.name for stored in self.towers.values() if stored.dtype.itemsize < 2]
         if packed:
             raise UnsupportedError(
-                f"{name} stores {len(packed)} tensors beside the language model in few bits ({packed[0]} ...)",
+                f"{name} stores {counted(len(packed), 'tensor')} beside the language model in few bits "
+                f"({packed[0]} ...)",
                 "save the adapter, and merge it into the 16-bit checkpoint",
             )
 

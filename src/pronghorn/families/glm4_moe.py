@@ -45,6 +45,7 @@ GLM4_MOE = FamilySpec(
     members="GLM-4.5 and GLM-4.5-Air",
     source="transformers.models.glm4_moe",
     blocks=_blocks,
+    partial_rotary=True,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     gguf=Gguf("glm4moe", values=_values, split=_split),
 )

@@ -115,6 +115,7 @@ QWEN3_5 = FamilySpec(
     source="transformers.models.qwen3_5",
     blocks=lambda layer: mixed_blocks(layer, GatedDelta(), GatedMLP()),
     norm_offset=1.0,
+    partial_rotary=True,
     refused_options={"hidden_act": ("silu",)},
     gguf=Gguf("qwen35", values=gguf_values, unlike=gguf_unlike, parts=gguf_parts),
 )

@@ -18,6 +18,7 @@ QWEN3_5_MOE = FamilySpec(
     source="transformers.models.qwen3_5_moe",
     blocks=lambda layer: mixed_blocks(layer, GatedDelta(), ROUTED),
     norm_offset=1.0,
+    partial_rotary=True,
     lora_targets=MIXER_LINEARS,
     refused_options={"hidden_act": ("silu",)},
     gguf=Gguf(

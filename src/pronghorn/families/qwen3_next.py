@@ -58,6 +58,7 @@ QWEN3_NEXT = FamilySpec(
     members="Qwen3-Next",
     source="transformers.models.qwen3_next",
     blocks=_blocks,
+    partial_rotary=True,
     norm_offset=1.0,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
     refused_options={"hidden_act": ("silu",)},

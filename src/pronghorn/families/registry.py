@@ -76,4 +76,17 @@ def family_of(config: Any) -> FamilySpec:
                 f"config.{name} = {value!r} is not served by packed attention",
                 f"set config.{name} to {values[0]!r} if the model allows it",
             )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        part, scaled = kind.get("partial_rotary_factor"), kind.get("rope_type", "default")
+        # an unscaled RoPE turns all of a head whatever is said; a scaled one of a part fails in transformers' layers
+        if (
+            part not in (None, 1)
+            and scaled not in ("default", "proportional")
+            and not spec.generic | spec.partial_rotary
+        ):
+            raise UnsupportedError(
+                f"RoPE {scaled!r} with partial_rotary_factor {part}: transformers' {spec.model_type} turns whole heads",
+                "leave partial_rotary_factor out of config.rope_parameters",
+            )
     return spec

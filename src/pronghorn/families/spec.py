@@ -186,6 +186,8 @@ class ResidualBlock:
     """Path of the RMSNorm of what f is given, where the family has one."""
     after: str | None = None
     """Path of the RMSNorm of what f adds, where the family has one."""
+    dropout: str | None = None
+    """Path of the dropout of what f adds, where the layer has one and no norm after."""
     multiplier: float = 1.0
     """m, which the layer's module holds in some families (Granite)."""
     gives: str | None = None
@@ -243,6 +245,8 @@ class FamilySpec:
     """Reads from the configuration what the head's logits are multiplied by."""
     halved_rotary: bool = False
     """RoPE's tables have one of their two equal halves (gpt-oss)."""
+    partial_rotary: bool = False
+    """The family's code can turn a part of each head by RoPE (`partial_rotary_factor`)."""
     bind: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]] | None = None
     """Reads the tensors that blocks take by name from what transformers calls a layer with: (arguments after the hidden
     states, keywords). None where blocks read nothing but the hidden states, and layers are called by keywords."""

@@ -173,6 +173,9 @@ class LayerBuilder:
             return f"{type(module).__name__} has another forward than transformers'"
         if any(getattr(module, name, 0) for name in DROPOUTS):  # set since, or left where a configuration's was unset
             return f"dropout in {type(module).__name__}"
+        dropout = [] if block.dropout is None else [layer.get_submodule(block.dropout)]
+        if any(getattr(each, "p", 1) for each in dropout):
+            return f"dropout after {type(module).__name__}"
         if isinstance(block.kind, GatedMLP | PerLayerInput) and _activation(module, block.kind) is None:
             return f"activation {type(module.get_submodule(block.kind.activation)).__name__} has no kernel"
         norms = [layer.get_submodule(path) for path in block.norms]
@@ -197,7 +200,7 @@ class LayerBuilder:
             if reason is not None:
                 return reason
         parts = [module] if block.module else [layer.get_submodule(path) for path in _parts(block)]
-        if watched(inner for part in (*parts, *norms) for inner in part.modules()):
+        if watched(inner for part in (*parts, *norms, *dropout) for inner in part.modules()):
             return "modules inside the layers carry hooks, or a forward of their own"
         return None
 
@@ -241,7 +244,9 @@ def computed_here(experts: Any) -> bool:
 def _stock_block(layer: Any, block: ResidualBlock, reason: str | None, codes: LentCodes | None) -> StockBlock:
     """Make the block that calls the layer's own modules."""
     kind = block.kind
-    before, after = (None if path is None else layer.get_submodule(path) for path in (block.before, block.after))
+    before, after = (
+        None if path is None else layer.get_submodule(path) for path in (block.before, block.after or block.dropout)
+    )
     if isinstance(kind, PerLayerInput):
         gate, projection, activation = (layer.get_submodule(block.path(path)) for path in _parts(block))
         return StockPerLayerInput(

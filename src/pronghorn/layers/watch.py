@@ -22,7 +22,7 @@ DROPOUTS = ("attention_dropout", "residual_dropout")
 _NUMBERS = (
     *DROPOUTS,
     *("scaling", "sliding_window", "use_rope", "use_qk_norm"),
-    *("variance_epsilon", "eps", "residual_multiplier"),
+    *("variance_epsilon", "eps", "residual_multiplier", "p"),  # p: nn.Dropout's
 )
 """Attributes of modules that fused layers read and that somebody may set."""
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict)

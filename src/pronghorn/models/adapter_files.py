@@ -13,6 +13,7 @@ from typing import Any
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
 from pronghorn.precision.loader import checkpoint
+from pronghorn.text import counted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _INNER = r"(\.(token_adapter|modules_to_save|original_module|base_layer))*"
@@ -95,7 +96,7 @@ def check_adapter_weights(folder: Path, table: dict[str, Any]) -> None:
     foreign = sorted(key for key in tensor_shapes(folder / WEIGHTS) if not declared(key))
     if foreign:
         raise DataError(
-            f"{folder / WEIGHTS} holds {len(foreign)} tensors that would change the base model "
+            f"{folder / WEIGHTS} holds {counted(len(foreign), 'tensor')} that would change the base model "
             f"({', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''})",
             "remove them, or declare what was trained whole in modules_to_save of adapter_config.json",
         )

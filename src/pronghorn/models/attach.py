@@ -45,6 +45,7 @@ from pronghorn.models.families import (
     base_causal_lm,
     check_config,
     check_subject,
+    check_windows,
     decoder_layers,
     has_experts,
     looks_tokens_up,
@@ -266,6 +267,7 @@ def attach(
     options.check_codes(plan, checked)
     if not family.generic:
         delta_nets(base.base_model, family)
+        check_windows(base.base_model)
     if current is not None:
         current.detach()
     if family.generic:

@@ -123,6 +123,31 @@ def head_dims(model: Any) -> list[int]:
     return sorted({next(part.head_dim for part in mixer.modules() if hasattr(part, "head_dim")) for mixer in mixers})
 
 
+def check_windows(backbone: Any) -> None:
+    """Refuse attention whose modules hold another window than the configuration: transformers' flash follows the
+    modules, its SDPA's masks the configuration, and padded batches these.
+
+    Raises:
+        UnsupportedError: names both windows.
+    """
+    config = backbone.config
+    family, said = check_config(config), getattr(config, "sliding_window", None)
+    in_all = getattr(config, "layer_types", None) is None  # a window is every layer's
+    for layer in backbone.layers:
+        for block in family.blocks(layer):
+            if not isinstance(block.kind, Attention):
+                continue
+            module = layer.get_submodule(block.module)
+            held = getattr(module, "sliding_window", None)
+            if held != said and (held is not None or (in_all and hasattr(module, "sliding_window"))):
+                raise UnsupportedError(
+                    f"{type(module).__name__}.sliding_window is {held}, and the configuration's {said}",
+                    "set the configuration's before loading, which gives both: "
+                    "config = AutoConfig.from_pretrained(...), config.sliding_window = ..., "
+                    "from_pretrained(..., config=config)",
+                )
+
+
 def looks_tokens_up(backbone: Any) -> bool:
     """Tell whether a backbone has other embeddings besides its tokens', so that these alone don't make its output."""
     apart = backbone.layers, backbone.get_input_embeddings()

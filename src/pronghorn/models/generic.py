@@ -29,7 +29,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.causal_lm import PACKS, PackedCausalLM, has_own_loss
 from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import CHUNK_BYTES
-from pronghorn.models.metadata import check_mixing, mixing_adapter, stock_batch, warn_of_attentions
+from pronghorn.models.metadata import check_mixing, check_rope, mixing_adapter, stock_batch, warn_of_attentions
 
 if TYPE_CHECKING:
     from pronghorn.models.probe import Isolation
@@ -156,6 +156,7 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
         rows = None
         if packed is not None:
             check_mixing(mixing_adapter(self), packed)
+            check_rope(self, packed)
             if packing.way is None and _documents(packed) > 1:  # the first packed batch; a probe sets the way itself
                 from pronghorn.models.probe import require_isolation
 

@@ -139,19 +139,21 @@ def _rebuild(path: Path, metadata: dict[str, Any]) -> Tokenizer:
         if pre not in PRE_TOKENIZERS:
             raise UnsupportedError(f"{path.name}: byte-level BPE with unknown tokenizer.ggml.pre {pre!r}", remedy)
         tokenizer = _byte_level(metadata, pre)
-    elif kind == "llama" and metadata["general.architecture"] != "gemma3":
-        tokenizer = _sentence_piece(metadata)
+    elif kind == "llama":
+        of_gemma = metadata["general.architecture"].startswith("gemma")
+        metadata = _gemma_s(metadata) if of_gemma else metadata
+        tokenizer = _sentence_piece(metadata, of_gemma)
     else:
         raise UnsupportedError(
             f"{path.name}: the {kind!r} tokenizer of {metadata['general.architecture']} can't be rebuilt", remedy
         )
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or []
-    for token, kind_of_token in zip(tokens, types, strict=False):  # in the order of the ids, which they keep
-        if kind_of_token in (TokenType.UNKNOWN, TokenType.CONTROL):
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind_of_token == TokenType.USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    for special, kinds in ((True, (TokenType.UNKNOWN, TokenType.CONTROL)), (False, (TokenType.USER_DEFINED,))):
+        named = (token for token, kind_of_token in zip(tokens, types, strict=False) if kind_of_token in kinds)
+        added = [AddedToken(token, normalized=False, special=special) for token in named]
+        # all at once: one by one Gemma's 6,000 take seconds; each keeps its id
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     _add_ends(tokenizer, metadata, kind)
     return tokenizer
 
@@ -176,12 +178,28 @@ def _byte_level(metadata: dict[str, Any], pre: str) -> Tokenizer:
     return tokenizer
 
 
-def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:
+def _gemma_s(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a Gemma with its own pieces of spaces alone, and the score of such pieces: files have
+    spaces there, and a score below all others', as llama.cpp looks for them in the text beforehand."""
+    from gguf import TokenType
+
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    kinds = [*types, *[TokenType.NORMAL] * (len(tokens) - len(types))]
+    pieces = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
+    best = [0.0 if kind == TokenType.USER_DEFINED else score for kind, score in zip(kinds, scores, strict=True)]
+    return metadata | {"tokenizer.ggml.tokens": pieces, "tokenizer.ggml.scores": best}
+
+
+def _sentence_piece(metadata: dict[str, Any], longest_first: bool) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens = metadata["tokenizer.ggml.tokens"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = _merges_from_scores(vocabulary, metadata["tokenizer.ggml.scores"])
+    scores = metadata["tokenizer.ggml.scores"]
+    merges = _merges_from_scores(vocabulary, scores)
+    if longest_first:  # where scores are alike, and of the halves of one piece, as Gemma's tokenizer.json has them
+        merges.sort(key=lambda pair: (-scores[vocabulary["".join(pair)]], -len(pair[0]), -len(pair[1])))
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)

@@ -23,6 +23,7 @@ from pronghorn.models.packed_checkpoint import beside_config, format_of, load_pa
 from pronghorn.models.share import SharedLoading
 from pronghorn.models.weights import bitsandbytes_config, check_quantised, keep_packed_4bit_layout, whole_model
 from pronghorn.precision.loader import check_weights, json_value, model_beneath
+from pronghorn.text import counted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -217,7 +218,7 @@ def _with_adapter(base: Any, folder: str | Path) -> Any:
     dropped = [key for key in again.unexpected_keys if "lora_" in key]
     if dropped:
         raise DataError(
-            f"{folder} holds {len(dropped)} weights that its base model has no place for ({dropped[0]} ...)",
+            f"{folder} holds {counted(len(dropped), 'weight')} that its base model has no place for ({dropped[0]} ...)",
             _NAME_BASE,
         )
     return model

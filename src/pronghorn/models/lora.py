@@ -128,7 +128,8 @@ def add_lora(
         )
     check_whole_modules(model, modules_to_save or ())
     _check_adapted_or_whole(model, targets, target_parameters or (), modules_to_save or ())
-    ends = bool(set(end_names(base_causal_lm(model))) & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
+    copied = {name.rsplit(".", 1)[-1] for name in whole_modules(model, modules_to_save or ())}
+    ends = bool(set(end_names(base_causal_lm(model))) & copied)
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
     if trainable_token_indices:
         _check_head_of_rows(base_causal_lm(model), trainable_token_indices, tied)
@@ -202,6 +203,12 @@ def _named(wanted: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if wanted and f".{name}".endswith(f".{wanted}")]
 
 
+def whole_modules(model: Any, wanted: Sequence[str]) -> list[str]:
+    """List the modules that PEFT trains whole for these names: all that end in one, at a dot or not ("norm" is the end
+    of "input_layernorm", too)."""
+    return [name for name, _ in model.named_modules() if any(each and name.endswith(each) for each in wanted)]
+
+
 def _adaptable(model: Any, name: str) -> bool:
     """Tell whether PEFT can put an adapter on a module: on one with a matrix, or with modules inside."""
     module = model.get_submodule(name)
@@ -234,8 +241,8 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
     layers = {name for name, module in model.named_modules() if module is stack}
     embeddings, head = end_names(base_causal_lm(model))
     for module in wanted:
-        found = _named(module, names)
-        if not found:
+        found = whole_modules(model, [module])
+        if not _named(module, names):  # the end of a word alone is a slip
             raise ConfigError(f"modules_to_save {module!r} is not in the model", f"name e.g. {embeddings} or {head}")
         if any(f"{inner}.".startswith(f"{name}.") for name in found for inner in layers):
             raise ConfigError(
@@ -289,7 +296,7 @@ def _check_adapted_or_whole(
     if not whole:
         return
     names = [name for name, _ in model.named_modules()]
-    roots = {f"{name}.": module for module in whole for name in _named(module, names)}
+    roots = {f"{name}.": module for module in whole for name in whole_modules(model, [module])}
     for parameter in parameters:
         for name in _named(parameter, weight_names(model)):
             module = next((module for root, module in roots.items() if name.startswith(root)), None)

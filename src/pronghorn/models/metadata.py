@@ -7,13 +7,16 @@ import warnings
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pronghorn.attention.packed import NAME_PREFIX
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.families.generic import text_config
 from pronghorn.layers.decoder import STEP, FusedLayers
-from pronghorn.models.families import rope_limit
+from pronghorn.models.families import check_windows, rope_limit
+from pronghorn.text import does
 
 LAYERS = "_pronghorn_layers"
 """The attribute of an attached backbone that holds its `FusedLayers`, where it has some."""
@@ -60,7 +63,8 @@ def share_metadata(
         raise DataError(f"a packed batch came with {cache}", "generate from unpacked prompts")
     if kwargs.get("position_ids") is None:
         raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
-    _check_rope(backbone.config, packed)
+    check_rope(backbone, packed)
+    check_windows(backbone)
     check_mixing(mixes, packed)
     kwargs = {name: value for name, value in kwargs.items() if name not in _STOCK_METADATA}
     # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
@@ -107,10 +111,13 @@ def _compute_all_rows(kwargs: dict[str, Any], packed: PackedBatch | None) -> Non
         kwargs.pop("logits_to_keep", None)
 
 
-def _check_rope(config: Any, packed: PackedBatch) -> None:
+def check_rope(model: Any, packed: PackedBatch) -> None:
     """Raise UnsupportedError where the longest document of a row, or its padded tail, would change the others' RoPE."""
-    most = rope_limit(config)
-    if most is None or max(packed.lengths) <= most:
+    most = rope_limit(text_config(model.config))
+    if most is None or max(packed.lengths) < most:
+        return
+    if max(packed.lengths) == most:
+        _forget_longer(model)
         return
     documents = packed.lengths[:-1] if packed.padding else packed.lengths
     if len(documents) > 1 or max(packed.lengths) > documents[0]:
@@ -119,6 +126,17 @@ def _check_rope(config: Any, packed: PackedBatch) -> None:
             "model's RoPE depends on the longest one, for the others in the row, too",
             f"train rows of {most} tokens at most, or without packing",
         )
+
+
+def _forget_longer(model: Any) -> None:
+    """Give RoPE's dynamic frequencies their first values, which a longer document of an earlier row has changed:
+    transformers does so for shorter documents alone, and a row as long as the limit holds some of these."""
+    for rotary in model.modules():
+        types = getattr(rotary, "rope_type", None) if hasattr(rotary, "original_max_seq_len") else None
+        for kind, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
+            if "dynamic" in str(rope_type):
+                first = torch.zeros(1, 1, device=model.device)
+                rotary(first, first.long(), **({} if kind is None else {"layer_type": kind}))
 
 
 def cache_of(kwargs: dict[str, Any]) -> str | None:
@@ -168,9 +186,9 @@ def stock_batch(kwargs: dict[str, Any], tokens: Any = None) -> PackedBatch | Non
         row_starts = sum(start % row_tokens == 0 for start in starts)
         if row_starts == len(starts):
             return None  # one document a row, starting at 0 (or a continuation): transformers' causal path isolates it
-        if row_starts < rows:
+        if others := max(rows - row_starts, 0):
             raise DataError(
-                f"packed position_ids: {rows - row_starts} of {rows} rows don't start at 0",
+                f"packed position_ids: {others} of {rows} rows {does(others, 'begin')} elsewhere than at 0",
                 "start each row with a new document",
             )
         bounds = [*starts, flat.numel()]

@@ -9,6 +9,7 @@ import torch
 
 from pronghorn.errors import ConfigError
 from pronghorn.models.families import base_causal_lm
+from pronghorn.models.lora import whole_modules
 from pronghorn.models.reach import end_names
 
 
@@ -63,13 +64,14 @@ def trainable_tokens(
     """
     if not tokens:
         return None
+    whole = {name.rsplit(".", 1)[-1] for name in whole_modules(model, trained_whole)}
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens))]
     base = base_causal_lm(model)
     embeddings, head = end_names(base)
     ends = [embeddings]
     if not getattr(base.config, "tie_word_embeddings", False):
         ends.append(head)
-    elif head in trained_whole:
+    elif head in whole:
         ends = []
-    found = {end: ids for end in ends if end not in trained_whole}
+    found = {end: ids for end in ends if end not in whole}
     return found or None

@@ -25,7 +25,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import PronghornError, UnsupportedError
 from pronghorn.families.generic import expert_counts, limits_to_cross, text_config
 from pronghorn.layers.linears import products_dtype
-from pronghorn.models.families import base_causal_lm, decoder_layers
+from pronghorn.models.families import base_causal_lm, decoder_layers, rope_limit
 from pronghorn.models.generic import PACKING, GenericPacking, Way
 from pronghorn.models.passes import (
     as_rows,
@@ -134,6 +134,7 @@ def probe(model: Any, lengths: Sequence[int] | None = None) -> Isolation:
     packing: GenericPacking = base.__dict__[PACKING]
     longest = getattr(text_config(base.config), "max_position_embeddings", None) or 0
     longest = longest if longest > 0 else 1 << 30  # XLNet says -1
+    longest = min(longest, rope_limit(text_config(base.config)) or longest)
     limits = limits_to_cross(base.config)
     lengths = tuple(min(n, longest) for n in lengths or _lengths(limits))
     missed = tuple(f"{name} {n:,}" for name, n in limits.items() if n >= max(lengths))

@@ -22,6 +22,7 @@ from pronghorn.models.generic import PACKING, GenericPacking
 from pronghorn.models.one_by_one import LOADED_BY
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
+from pronghorn.text import counted
 
 if TYPE_CHECKING:
     from pronghorn.models.attach import Handle
@@ -181,7 +182,7 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     again = len(of_products) - sum(map(has_own_codes, of_products))
     if of_products:
         path = f"{path}; " + (
-            f"{again} weights of {kinds} quantised once more, by rows" if again else "the stored codes"
+            f"{counted(again, 'weight')} of {kinds} quantised once more, by rows" if again else "the stored codes"
         )
     if in_fp8 < products:
         path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained"

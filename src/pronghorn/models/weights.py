@@ -17,6 +17,7 @@ from pronghorn.models.nf4_experts import config_class
 from pronghorn.models.packed_checkpoint import fetched, format_of, method_of, read_generation_config
 from pronghorn.models.packed_formats import FORMATS, check_experts
 from pronghorn.precision.loader import checkpoint
+from pronghorn.text import counted, does
 
 
 def whole_model(name: str | Path, composite: Composite | None = None, **options: Any) -> Any:
@@ -46,7 +47,9 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
     extra = sorted(info["unexpected_keys"])
     if extra:
         raise DataError(
-            f"{name} holds {len(extra)} tensors that have no place in the model ({', '.join(extra[:3])} ...)", remedy
+            f"{name} holds {counted(len(extra), 'tensor')} that {does(len(extra), 'have')} no place in the model "
+            f"({', '.join(extra[:3])} ...)",
+            remedy,
         )
     return keep_packed_4bit_layout(model)
 

@@ -92,9 +92,7 @@ def convert(draft: Draft) -> None:
     if adapter not in (None, "lora", "qlora"):
         draft.lost["adapter"] = f"{adapter!r} is not here; lora is written instead"
     if adapter is None:  # an example's left-over LoRA keys say nothing of full fine-tuning
-        for key in [key for key in draft.given if key.startswith(("lora_", "peft_"))]:
-            draft.needless[key] = "full fine-tuning has no adapter"
-            del draft.given[key]
+        common.without_adapter(draft, ("lora_", "peft_"))
     if "sequence_len" not in draft.given:
         draft.put("model.max_seq_length", 512, "sequence_len's default")
     draft.given.setdefault("output_dir", "./model-out")
@@ -180,8 +178,9 @@ def _data(draft: Draft) -> None:
 
 def _sources(draft: Draft, tables: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """Return data sets as sources of a recipe: of one whose `data_files` are local each file."""
-    sources = []
-    for table in tables:
+    sources, of_all = list[dict[str, Any]](), where
+    for index, table in enumerate(tables):
+        where = f"{of_all}.{index}" if len(tables) > 1 else of_all  # each tells what it loses
         files = table.get("data_files")
         if files and table["path"] in _BUILDERS:
             plain = {key: value for key, value in table.items() if key != "data_files"}
@@ -213,7 +212,7 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
     elif kind == "input_output":
         draft.lost[f"{where}.type"] = "input_output: write rows of prompt and completion"
     elif str(kind).startswith(("chat_template", "sharegpt")):
-        _turns(draft, table, source, columns, str(kind))
+        _turns(draft, table, source, columns, str(kind), where)
     elif str(kind).startswith("alpaca"):
         source["format"] = "alpaca"
         draft.needless[f"{where}.type"] = f"{kind}: rows become conversations of the chat template"
@@ -236,18 +235,21 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
     return source
 
 
-def _turns(draft: Draft, table: dict[str, Any], source: dict[str, Any], columns: dict[str, str], kind: str) -> None:
+def _turns(
+    draft: Draft, table: dict[str, Any], source: dict[str, Any], columns: dict[str, str], kind: str, where: str
+) -> None:
     """Take over how the turns of a conversation are called."""
     names = table.pop("message_property_mappings", None) or {}
     role = names.get("role") or table.pop("message_field_role", None)
     content = names.get("content") or table.pop("message_field_content", None)
     field = table.pop("field_messages", "conversations" if kind.startswith("sharegpt") else "messages")
-    table.pop("chat_template", None)
+    template = table.pop("chat_template", None)
+    if template not in (None, "tokenizer_default", draft.given.get("chat_template")):
+        draft.lost[f"{where}.chat_template"] = f"{template}: data.chat_template holds for all sources"
     form = "sharegpt" if role == "from" or kind.startswith("sharegpt") else "messages"
     usual = ("from", "value") if form == "sharegpt" else ("role", "content")
     if (role or usual[0], content or usual[1]) != usual:
-        draft.lost["message_property_mappings"] = (
-            f"{role} and {content}: call the turns' keys {usual[0]} and {usual[1]} in the data"
-        )
+        told = f"{role} and {content}: call the turns' keys {usual[0]} and {usual[1]} in the data"
+        draft.lost[f"{where}.message_property_mappings"] = told
     source["format"] = form
     columns["conversations" if form == "sharegpt" else "messages"] = field

@@ -79,6 +79,13 @@ def max_steps(draft: Draft) -> None:
         del draft.given["max_steps"]
 
 
+def without_adapter(draft: Draft, beginnings: tuple[str, ...]) -> None:
+    """Pass over the keys of adapters, which begin so: full fine-tuning has none."""
+    for key in [key for key in draft.given if key.startswith(beginnings)]:
+        draft.needless[key] = "full fine-tuning has no adapter"
+        del draft.given[key]
+
+
 def warm_up(draft: Draft, usual: float, most: int) -> None:
     """Take over `warmup_steps`, or `warmup_ratio` as steps where their number is known.
 

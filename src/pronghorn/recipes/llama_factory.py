@@ -20,6 +20,8 @@ _SAME = {
     "preprocessing_num_workers": "data.workers",
     "optim": "train.optimizer",
 }
+_LORA_S = ("lora", "use_rslora", "use_dora", "pissa", "additional_target")
+"""What keys of adapters begin with."""
 _DEFAULTS = {
     "cutoff_len": ("model.max_seq_length", 2048),
     "num_train_epochs": ("train.epochs", 3.0),
@@ -73,13 +75,15 @@ def convert(draft: Draft) -> None:
     if adapter := draft.take("adapter_name_or_path"):
         draft.take("model_name_or_path")
         draft.put("model.name", str(adapter), "adapter_name_or_path; its base is named in its adapter_config.json")
+    method = draft.take("finetuning_type", "lora")
+    if method == "full":
+        common.without_adapter(draft, _LORA_S)
     common.max_steps(draft)
     draft.copy(common.SAME | _SAME)
     common.load_best(draft, False)
     for name, (ours, default) in _DEFAULTS.items():
         set_there = name in draft.given
         draft.put(ours, draft.take(name, default), name if set_there else f"{name}'s default")
-    method = draft.take("finetuning_type", "lora")
     draft.put("adapter.method", "full" if method == "full" else "lora", f"finetuning_type: {method}")
     if method not in ("full", "lora"):
         draft.lost["finetuning_type"] = f"{method} is not here; lora is written instead"

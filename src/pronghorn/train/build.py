@@ -27,6 +27,7 @@ from pronghorn.models.lora import add_lora, cast_adapters, resolve_adapter_dtype
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
 from pronghorn.models.share import SharedLoading, share_layers
 from pronghorn.precision.compute import Compute
+from pronghorn.recipe_checks import unused
 from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.group import check_backend, check_gpus_apart, check_one_dtype
@@ -70,9 +71,13 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             f"adapter.method: full, but {recipe.model.name} is a saved adapter",
             "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
         )
+    for told in unused(recipe):
+        console.print(f"[yellow]{escape(told)}[/]", highlight=False)
     # full fine-tuning keeps float32 masters and computes in `dtype`
     held = strategy(recipe, found, processes(), device)
     shared = held.strategy is Strategy.SHARDED
+    if recipe.launch.strategy == "sharded" and not shared:
+        console.print("[yellow]launch.strategy: sharded is not used: one process has nobody to share with[/]")
     compute = Compute.of(recipe.precision.compute)
     share = SharedLoading(device, trained=full, compute=compute) if shared and _unread(recipe, found) else None
     # a device holds its part of the layers, never all of them
@@ -291,5 +296,8 @@ def check_device(recipe: Recipe, device: str, console: Console) -> None:
         raise ConfigError(
             f"precision.compute: {recipe.precision.compute} without a CUDA device", "leave precision.compute out here"
         )
+    if recipe.memory.gradient_checkpointing in ("offload", "unsloth"):
+        asked = f"memory.gradient_checkpointing: {recipe.memory.gradient_checkpointing}"
+        console.print(f"[yellow]{asked} moves inputs to host memory, where they are already: layers are recomputed[/]")
     if recipe.memory.budget is not None:
         console.print(f"[yellow]memory.budget {recipe.memory.budget} is of GPU memory: nothing limits this CPU run[/]")

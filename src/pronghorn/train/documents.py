@@ -63,7 +63,8 @@ def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, con
     if prepared.control_rows:
         done = {"escape": "tokenised as ordinary text", "allow": "they end or begin turns there"}
         console.print(
-            f"data.{split}: {prepared.control_rows:,} rows hold control tokens in what the assistant doesn't say: "
+            f"data.{split}: {counted(prepared.control_rows, 'row', 'hold')} control tokens in what "
+            f"the assistant doesn't say: "
             f"{done[recipe.data.control_tokens]} (data.control_tokens: {recipe.data.control_tokens})"
         )
     if prepared.split:

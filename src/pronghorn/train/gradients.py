@@ -21,6 +21,7 @@ from pronghorn.errors import TrainingError
 from pronghorn.kernels.norms import norms
 from pronghorn.memory.sharded import IN_BUFFER
 from pronghorn.memory.sharded_training import TrainedParts
+from pronghorn.text import counted
 
 MOST_SKIPPED = 25
 """Steps in a row that loss scaling may skip. Scales begin at 2**16 and halve each time: by then they are below one."""
@@ -188,7 +189,8 @@ class GradientWatch(TrainerCallback):
         if self._moved and dead:
             listed = ", ".join(dead[:5]) + (" …" if len(dead) > 5 else "")
             raise TrainingError(
-                f"step {pending.step}: the gradient of {len(dead)} trainable tensors was exactly zero: {listed}",
+                f"step {pending.step}: the gradient of {counted(len(dead), 'trainable tensor')} was exactly zero: "
+                f"{listed}",
                 "a part of the model doesn't train: check target_modules, frozen weights and that the data has labels",
             )
         self._moved = self._moved or pending.moves

@@ -26,6 +26,7 @@ from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, Training
 from pronghorn.memory.plan import CODES_WRITTEN, Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
+from pronghorn.text import counted
 
 MAX_RETRIES = 3
 """Out-of-memory errors of one training that are survived."""
@@ -281,7 +282,7 @@ def _share(used: int | None, total: int | None) -> str:
 
 def _words(plan: Plan) -> str:
     counts = Counter(plan.policies)
-    told = [policy if len(counts) == 1 else f"{policy} ({n} layers)" for policy, n in counts.items()]
+    told = [policy if len(counts) == 1 else f"{policy} ({counted(n, 'layer')})" for policy, n in counts.items()]
     return ", ".join([*told, CODES_WRITTEN] if plan.codes_written else told)
 
 

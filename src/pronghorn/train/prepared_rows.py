@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import ConfigError, DataError
+from pronghorn.text import does
 
 _TURNS = ("prompt", "completion", "chosen", "rejected", "messages")
 """Columns of which TRL asks whichever comes first in a set, another in each process, whether rows are conversations."""
@@ -133,7 +134,8 @@ def supervised(name: str, documents: Dataset) -> Dataset:
     if all(kept):
         return documents
     count = len(kept) - sum(kept)
-    warnings.warn(f"{name}: {count} of {len(kept)} documents have no token to train and are left out", stacklevel=4)
+    what = f"documents {does(count, 'have')} no token to train and {does(count, 'are')} left out"
+    warnings.warn(f"{name}: {count} of {len(kept)} {what}", stacklevel=4)
     return documents.select(np.flatnonzero(kept))
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.text import counted, does
 from pronghorn.unsloth_names import refuse_arguments
 
 Trainer = TypeVar("Trainer")
@@ -166,12 +167,13 @@ def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) ->
     kept = [index for index, row in enumerate(labels) if any(label != IGNORE_INDEX for label in row)]
     if not kept:
         raise DataError(
-            f"{name}: no response_part with something to train after it in any of {len(labels)} documents",
+            f"{name}: no response_part with something to train after it in any of {counted(len(labels), 'document')}",
             "give it as the documents have it (print one: tokenizer.decode(input_ids)), newlines included",
         )
-    if len(kept) < len(labels):
+    if lost := len(labels) - len(kept):
         warnings.warn(
-            f"{name}: {len(labels) - len(kept)} of {len(labels)} documents have no response to train and are left out",
+            f"{name}: {lost} of {len(labels)} documents {does(lost, 'have')} no response to train and "
+            f"{does(lost, 'are')} left out",
             stacklevel=3,
         )
     labels = [labels[index] for index in kept]

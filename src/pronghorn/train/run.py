@@ -27,7 +27,7 @@ from pronghorn.models.attach import Handle
 from pronghorn.models.load import trainable_parameters
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
-from pronghorn.recipe_checks import missed_rate
+from pronghorn.recipe_checks import missed
 from pronghorn.recipe_sections import CHANGES_BASE
 from pronghorn.text import counted
 from pronghorn.train.build import autocast_dtype, check_device, load, make_trainer, planned_steps, training_arguments
@@ -200,10 +200,10 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     rows = packing.rows if recipe.packing.enabled else packing.documents
     micro_batches = math.ceil(rows / recipe.packing.rows_per_step)
     if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
-        less = f"more than the {micro_batches:,} micro-batches of an epoch: each step is a whole epoch"
+        less = f"more than {counted(micro_batches, 'micro-batch')} of an epoch: each step is a whole epoch"
         console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
-    if (missed := missed_rate(recipe.train, planned_steps(trainer))) is not None:
-        console.print(f"[yellow]{missed}[/]")
+    for told in missed(recipe.train, planned_steps(trainer)):
+        console.print(f"[yellow]{told}[/]")
     if recipe.train.learning_rate > HIGH and "sgd" not in recipe.train.optimizer:
         console.print(f"[yellow]train.learning_rate {recipe.train.learning_rate:g} is high: LoRA takes about 2e-4[/]")
     return packing

@@ -19,6 +19,7 @@ from pronghorn.config import Recipe
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
 from pronghorn.recipe_errors import without_removed
+from pronghorn.text import counted
 from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.record import read_table, write_table
 
@@ -174,4 +175,4 @@ def note_processes(state: RunState, count: int) -> str | None:
     before, state.processes = state.processes, count
     if before in (None, count):
         return None
-    return f"Began on {before} GPUs, goes on with {count}: the same rows a step, not the same bits"
+    return f"Began on {counted(before or 1, 'GPU')}, goes on with {count}: the same rows a step, not the same bits"
