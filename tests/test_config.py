@@ -75,11 +75,8 @@ def test_a_recipe_is_frozen(folder: Path) -> None:
         (["adapter.r=16"], []),
         (["adapter.method=full"], []),
         (["adapter.method=full", "adapter.r=16"], ["adapter.r is not used"]),  # its default, but somebody wrote it
-        (["packing.enabled=false", "packing.graph=off"], []),
-        (
-            ["packing.enabled=false", "packing.graph=on", "memory.feed_forward=tiled"],
-            ["packing.graph, memory.feed_forward are not used"],
-        ),
+        (["packing.enabled=false", "packing.graph=on", "memory.feed_forward=tiled"], []),
+        (["packing.enabled=false", "packing.look_ahead=4"], ["packing.look_ahead is not used"]),
         (["memory.budget=8GiB"], []),
         (["memory.budget=8GiB", "memory.gradient_checkpointing=true"], ["memory.budget 8GiB is not used"]),
         (["data.eval_rows=3", "data.eval=null"], ["data.eval_rows is not used"]),

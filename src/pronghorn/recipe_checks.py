@@ -272,7 +272,6 @@ def _check_schedule(name: str, given: dict[str, float], rate: float) -> None:
 
 
 _LORA_S = ("r", "lora_alpha", "lora_dropout", "use_rslora", "random_state")
-_PACKED_S = ("packing.attention", "packing.graph", "packing.look_ahead", "memory.feed_forward")
 
 
 def unused(recipe: Any) -> Iterator[str]:
@@ -280,10 +279,10 @@ def unused(recipe: Any) -> Iterator[str]:
     `adapter.method=full` may come from the command line."""
     if _full(recipe) and (named := [key for key in _LORA_S if key in recipe.adapter.model_fields_set]):
         yield _not_used([f"adapter.{key}" for key in named], "adapter.method: full trains every weight")
-    if not recipe.packing.enabled:
-        values = {key: getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) for key in _PACKED_S}
-        if named := [key for key, value in values.items() if value not in ("auto", "off")]:
-            yield _not_used(named, "packing.enabled: false pads batches, which go through transformers")
+    if not recipe.packing.enabled and recipe.packing.look_ahead != "auto":
+        yield _not_used(
+            ["packing.look_ahead"], "packing.enabled: false leaves documents in the order they are drawn in"
+        )
     kept = recipe.memory.gradient_checkpointing
     if recipe.memory.budget is not None and kept != "auto":
         why = f"memory.gradient_checkpointing: {str(kept).lower()} says what is kept, and auto goes by the budget"
