@@ -58,6 +58,7 @@ from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
 from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
+from pronghorn.models.unpadded import put_back
 from pronghorn.precision.compute import Compute
 
 
@@ -77,8 +78,8 @@ class Handle:
     """The experts of a mixture-of-experts model."""
     previous_attention: str
     """The attention implementation that the model had."""
-    _hook: RemovableHandle | None
-    """What hands the batch's metadata to the layers; None in generic families."""
+    _hooks: tuple[RemovableHandle, ...]
+    """What hands the batch's metadata to the layers, and padded batches back; none in generic families."""
     plan: Plan | None = None
     installed: Installed | None = None
     """The plan on the layers; None where there is no plan."""
@@ -178,8 +179,8 @@ class Handle:
             return
         self._check_unchanged("detach before sharding the model")
         refuse_sharded(self.model, "detaching")
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self.experts is not None:
             self.experts.disable()
         if self.model.config._attn_implementation != self.previous_attention:
@@ -278,7 +279,10 @@ def attach(
     expert_layers = experts.enable(base, options.experimental.moe_routing)
     set_attention(base, implementation(options.backend, options.experimental.packing_metadata))
     isolate_delta_nets(backbone, family)
-    hook = backbone.register_forward_pre_hook(share_metadata, with_kwargs=True)
+    hooks = (
+        backbone.register_forward_pre_hook(share_metadata, with_kwargs=True),
+        backbone.register_forward_hook(put_back, with_kwargs=True),
+    )
     base.__class__ = packed_class(previous_class)
     fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None
     if fused_layers is not None:
@@ -286,7 +290,7 @@ def attach(
         fused_layers.install()
         backbone.__dict__[LAYERS] = fused_layers
     graphs = _add_graphs(base, options) if graphed else None
-    handle = Handle(base, options, previous_class, fused_layers, graphs, expert_layers, previous_attention, hook)
+    handle = Handle(base, options, previous_class, fused_layers, graphs, expert_layers, previous_attention, hooks)
     base._pronghorn_handle = handle
     return handle if plan is None else handle.replan(plan)
 
@@ -301,7 +305,7 @@ def _attach_generic(base: Any, options: AttachOptions) -> Handle:
     base.__class__ = generic_class(previous)
     isolate_convolutions(base)
     setattr(base, PACKING, packing)
-    base._pronghorn_handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, None)
+    base._pronghorn_handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, ())
     return base._pronghorn_handle
 
 

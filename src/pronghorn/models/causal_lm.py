@@ -21,6 +21,7 @@ from pronghorn.models import experts
 from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import packed_lm_loss
 from pronghorn.models.metadata import LOSS_ROWS_ONLY, MIXES, mixing_adapter
+from pronghorn.models.unpadded import LABELS
 
 PACKS = "_pronghorn_packs"
 """The attribute of the forwards made here and in `models.generic`; wrappers copy it or lead to it."""
@@ -163,6 +164,8 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
             if supervised and not has_own_loss(self, kwargs):
                 return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
             kwargs |= {name: value for name, value in given.items() if value is not None}
+            if labels is not None and packed is None:
+                kwargs[LABELS] = labels
             settle_balance(self.config, kwargs)
             return original.forward(self, *args, return_dict=return_dict, **kwargs)
 

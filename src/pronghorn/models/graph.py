@@ -32,6 +32,7 @@ from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models.families import looks_tokens_up
 from pronghorn.models.graph_benefit import GraphBenefit
 from pronghorn.models.metadata import LAYERS
+from pronghorn.models.unpadded import UNPADDED
 
 Graph = Literal["auto", "on", "off"]
 MOST_GRAPHS = 4
@@ -305,7 +306,14 @@ def graphed_class(original: Any) -> type[nn.Module]:
         asked = {name: kwargs.get(name) for name in names}  # None: as the configuration says
         told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
         looked = STEP in kwargs and not looks_tokens_up(self)  # by the pre-hook: else nobody knows what changed
-        if packed is None or args or told or not (training and looked) or not packed.cu_seqlens.is_cuda:
+        # of padded batches several forwards may come before their backward
+        if (
+            packed is None
+            or UNPADDED in kwargs
+            or args
+            or told
+            or not (training and looked and packed.cu_seqlens.is_cuda)
+        ):
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 

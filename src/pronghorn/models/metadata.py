@@ -16,6 +16,7 @@ from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.families.generic import text_config
 from pronghorn.layers.decoder import STEP, FusedLayers
 from pronghorn.models.families import check_windows, rope_limit
+from pronghorn.models.unpadded import LABELS, unpad
 from pronghorn.text import does
 
 LAYERS = "_pronghorn_layers"
@@ -39,13 +40,18 @@ def share_metadata(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give all layers one PackedBatch, and let no mask be built: a forward pre-hook of the backbone."""
     narrow, mixes = kwargs.pop(LOSS_ROWS_ONLY, False), kwargs.pop(MIXES, None)
+    labels = kwargs.pop(LABELS, None)
     packed = kwargs.get("packed")
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
+    layers: FusedLayers | None = backbone.__dict__.get(LAYERS)
     if packed is None:
         packed = stock_batch(kwargs, tokens)
     warn_of_attentions(backbone.config, kwargs)
     _compute_all_rows(kwargs, packed)
+    if packed is None and mixes is None and not args and layers is not None and cache_of(kwargs) is None:
+        packed = unpad(backbone, kwargs, tokens, labels)
+        tokens = tokens if packed is None else kwargs["position_ids"]
     if packed is None:
         return None
     implementation_now = str(backbone.config._attn_implementation)
@@ -70,7 +76,6 @@ def share_metadata(
     # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
     # packed attention reads `packed` and never looks at this.
     placeholder = packed.cu_seqlens.view(1, 1, 1, -1)
-    layers: FusedLayers | None = backbone.__dict__.get(LAYERS)
     if layers is not None:
         embeds = kwargs.get("inputs_embeds")
         stream = backbone.get_input_embeddings().weight if embeds is None else embeds

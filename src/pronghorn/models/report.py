@@ -116,9 +116,17 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         *_float32_products(model.device),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
         PathTaken("loss", decisions.loss, loss_reason),
+        *_unpadded(decisions),
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
         PathTaken("activations", *_activations(handle, decisions, autocast)),
     ]
+
+
+def _unpadded(decisions: Decisions) -> list[PathTaken]:
+    """Say that padded batches that want no cache have the fused layers, too."""
+    if decisions.layers is LayersPath.STOCK:
+        return []
+    return [PathTaken("padded batches in training", "without their padding", "the mask says where it is")]
 
 
 def _sharing(model: Any) -> list[PathTaken]:

@@ -61,7 +61,7 @@ def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
         return f"{config.peft_type.value} puts virtual tokens before the prompt"
     if (adapter := mixing_adapter(model)) is not None:
         return f"documents see each other by {adapter}"
-    if limit is not None and (most or limit + 1) > limit:
+    if limit is not None and max(most or limit + 1, TILE_ROWS) > limit:  # the filled up tail is a document, too
         return f"beyond {limit:,} tokens this model's RoPE depends on the longest document of a row"
     return "the model's loss_function is its own" if has_own_loss(base) else None
 

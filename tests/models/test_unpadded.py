@@ -1,0 +1,246 @@
+"""Padded batches of a model with fused layers: computed without their padding, to what plain transformers gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PromptTuningConfig, get_peft_model
+from torch import Tensor
+from trl import DPOConfig, DPOTrainer
+
+from pronghorn import attach
+from pronghorn.data.batch import TILE_ROWS
+from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models.attach import attached
+from pronghorn.models.lora import add_lora
+from support.tiny import tiny_model
+
+LENGTHS, LENGTH = (21, 7, 1), 21
+FAMILIES = ["llama", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text", "gemma4_text", "glm4_moe", "phi3"]
+
+
+def adapted(model_type: str = "llama", **changes: Any) -> Any:
+    """Make a model with adapters that do something."""
+    model = add_lora(tiny_model(model_type, **changes), r=2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def batch(model: Any, side: str = "right") -> dict[str, Tensor]:
+    """Sequences padded at one side or at both; whatever is padding is no label, and nothing is predicted from it."""
+    ids = torch.randint(3, model.config.vocab_size, (len(LENGTHS), LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(LENGTHS):
+        begin = {"right": 0, "left": LENGTH - length, "both": (LENGTH - length) // 2}[side]
+        mask[row, begin : begin + length] = 1
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[range(len(LENGTHS)), mask.argmax(1)] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class Seen:
+    """Notes the shape of what a decoder layer is given."""
+
+    def __init__(self, model: Any) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        backbone = attached(model).model.base_model  # type: ignore[union-attr]
+        self._layer = backbone.layers[0].register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, layer: Any, args: Any, kwargs: Any) -> None:
+        self.shapes.append(tuple((args[0] if args else kwargs["hidden_states"]).shape[:2]))
+
+    def taken(self) -> list[tuple[int, ...]]:
+        self._layer.remove()
+        return self.shapes
+
+
+def run(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    out = model(**given)
+    out.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return out.loss.detach(), out.logits.detach()[given["attention_mask"].bool()], gradients
+
+
+def compare(model: Any, given: dict[str, Tensor], plan: Plan | None = None, padded: bool = False) -> None:
+    """Compare a step with the detached model's."""
+    attach(model, plan, layers="fused")
+    seen = Seen(model)
+    ours = run(model, given)
+    shapes = set(seen.taken())
+    attached(model).detach()  # type: ignore[union-attr]
+    plain = run(model, given)
+    tokens = -(-sum(LENGTHS) // TILE_ROWS) * TILE_ROWS
+    assert shapes == ({(len(LENGTHS), LENGTH)} if padded else {(1, tokens)})
+    assert abs(ours[0] - plain[0]) < 2e-6 * plain[0]
+    assert (ours[1] - plain[1]).norm() < 1e-5 * plain[1].norm()
+    assert ours[2].keys() == plain[2].keys()
+    for name, gradient in ours[2].items():
+        assert (gradient - plain[2][name]).norm() <= 2e-4 * plain[2][name].norm() + 1e-8, name
+
+
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_step_is_plain_transformers(model_type: str, side: str) -> None:
+    model = adapted(model_type)
+    compare(model, batch(model, side))
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_layers_follow_their_plan(policy: Policy) -> None:
+    model = adapted(num_hidden_layers=3)
+    compare(model, batch(model), Plan((policy,) * 3))
+
+
+def test_positions_that_are_given_are_taken() -> None:
+    model = adapted()
+    given = batch(model, "left")
+    given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    compare(model, given)
+
+
+def test_embeddings_that_are_given_have_their_gradients() -> None:
+    model, found = adapted(), []
+    given = batch(model)
+    embeds = model.get_input_embeddings()(given.pop("input_ids")).detach()
+    for fused in (True, False):
+        attach(model, layers="fused") if fused else attached(model).detach()  # type: ignore[union-attr]
+        own = embeds.clone().requires_grad_()
+        model(inputs_embeds=own, **given).loss.backward()
+        found.append(own.grad)
+    assert not found[0][given["attention_mask"] == 0].any()
+    assert (found[0] - found[1]).norm() < 1e-5 * found[1].norm()
+
+
+def test_a_batch_without_a_mask_has_no_padding() -> None:
+    model = adapted()
+    ids, found = batch(model)["input_ids"], []
+    for fused in (True, False):
+        attach(model, layers="fused") if fused else attached(model).detach()  # type: ignore[union-attr]
+        found.append(model(input_ids=ids, labels=ids).loss)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+
+
+def test_several_forwards_may_come_before_their_backward() -> None:
+    """And reference passes between, as preference training has them."""
+    model, found = adapted(), []
+    given = [batch(model, side) for side in ("right", "left")]
+    for fused in (True, False):
+        attach(model, Plan((Policy.OFFLOAD,) * 3), layers="fused") if fused else attached(model).detach()  # type: ignore[union-attr]
+        model.zero_grad()
+        first = model(**given[0], use_cache=False).loss
+        with torch.no_grad(), model.disable_adapter():
+            reference = model.eval()(**given[1], use_cache=False).loss
+        (first - model.train()(**given[1]).loss + reference).backward()
+        found.append([reference, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+# ---- what stays padded ----
+
+
+def with_noise(model: Any, given: dict[str, Tensor]) -> None:
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+
+
+def with_a_hole(model: Any, given: dict[str, Tensor]) -> None:
+    given["attention_mask"][0, 3] = 0
+
+
+def without_a_token(model: Any, given: dict[str, Tensor]) -> None:
+    given["attention_mask"][2] = 0
+
+
+def predicted_from_padding(model: Any, given: dict[str, Tensor]) -> None:
+    given |= batch(model, "left")
+    given["labels"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+
+
+def with_hidden_states(model: Any, given: dict[str, Tensor]) -> None:
+    model.config.output_hidden_states = True
+
+
+def with_another_tensor(model: Any, given: dict[str, Tensor]) -> None:
+    given["mm_token_type_ids"] = torch.zeros_like(given["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [with_noise, with_a_hole, without_a_token, predicted_from_padding, with_hidden_states, with_another_tensor],
+)
+def test_what_needs_the_padded_batch_has_it(change: Callable[[Any, dict[str, Tensor]], None]) -> None:
+    model = adapted()
+    given = batch(model)
+    change(model, given)
+    compare(model, given, padded=True)
+
+
+def test_a_cache_that_is_asked_for_is_there() -> None:
+    model = adapted().eval()
+    given = batch(model)
+    attach(model, layers="fused")
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert model(**given).past_key_values is not None
+            assert model(**given, use_cache=False).past_key_values is None
+
+
+def test_dynamic_rope_beyond_its_limit_stays_padded() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for limit in (TILE_ROWS - 1, TILE_ROWS):
+        model = adapted(max_position_embeddings=limit, rope_parameters=rope)
+        compare(model, batch(model), padded=limit < TILE_ROWS)
+
+
+def test_virtual_tokens_come_first() -> None:
+    model, found = tiny_model("llama"), []
+    attach(model, layers="fused")
+    prompted = get_peft_model(model, PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
+    given = batch(model)
+    for fused in (True, False):
+        if not fused:
+            attached(model).detach()  # type: ignore[union-attr]
+        prompted.zero_grad()
+        prompted(**given).loss.backward()
+        found.append(next(p.grad.clone() for p in prompted.parameters() if p.grad is not None))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
+
+
+def test_detach_leaves_no_hook() -> None:
+    model = adapted()
+    backbone = attach(model, layers="fused").model.base_model
+    assert backbone._forward_hooks and backbone._forward_pre_hooks
+    attached(model).detach()  # type: ignore[union-attr]
+    assert not backbone._forward_hooks and not backbone._forward_pre_hooks
+
+
+def test_trl_s_dpo_learns_alike(tmp_path: Path) -> None:
+    rows = Dataset.from_list(
+        [{"prompt": f"Is {n} even?", "chosen": " yes" * (1 + n % 3), "rejected": " no" * (1 + n % 5)} for n in range(8)]
+    )
+    found = []
+    for fused in (True, False):
+        model = adapted(vocab_size=300)
+        if fused:
+            attach(model, layers="fused")
+        args = DPOConfig(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+            report_to="none", save_strategy="no", bf16=False, use_cpu=True, disable_tqdm=True, max_length=64,
+            gradient_checkpointing=False,
+        )  # fmt: skip
+        trainer = DPOTrainer(model, args=args, processing_class=byte_tokenizer(64), train_dataset=rows)
+        seen = Seen(model) if fused else None
+        trainer.train()
+        assert seen is None or all(shape[0] == 1 for shape in seen.taken())
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(found[0]) == 3 and found[0] == pytest.approx(found[1], rel=1e-4) and found[0][0] != found[0][-1]
