@@ -206,6 +206,25 @@ def unpacked(setting: Setting) -> str:
     return step(setting, setting.adapted())
 
 
+def padded_step(setting: Setting) -> str:
+    """A step of a padded batch, whose real tokens alone go through the layers, against the detached model's."""
+    model = setting.adapted()
+    handle = setting.attach(model)
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    ours = model(**given).loss
+    ours.backward()
+    found = gradients(model)
+    assert found and (handle.layers.in_fp8()[0] > 0) is setting.in_8_bits
+    handle.detach()
+    assert relative_error(ours.detach().double(), model(**given).loss.detach().double()) < (
+        1e-5 if setting.base == "float32" else 0.02
+    )
+    return "yes"
+
+
 def generate(setting: Setting) -> str:
     def answer(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         answered: torch.Tensor = model.eval().generate(input_ids=ids, attention_mask=mask, max_new_tokens=4)
@@ -330,7 +349,8 @@ FEATURES: dict[str, Callable[[Setting], str]] = {
         ),
     ),
     "`packing.enabled: false`": unpacked,
-    "padded batches, by hand": lambda setting: as_unattached(
+    "padded batches, in training": padded_step,
+    "padded batches, with a cache": lambda setting: as_unattached(
         setting, lambda model, ids, mask: model(input_ids=ids, attention_mask=mask).logits
     ),
     "packed rows under autocast": autocast,
