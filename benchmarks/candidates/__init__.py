@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from benchmarks.candidates.base import Built, Candidate, Spec
-from benchmarks.candidates.pronghorn import PRONGHORN
+from benchmarks.candidates.pronghorn import PADDED, PRONGHORN
 from benchmarks.candidates.stock import STOCK
 from benchmarks.candidates.unsloth import UNSLOTH
 
-CANDIDATES = {candidate.name: candidate for candidate in (PRONGHORN, *STOCK, UNSLOTH)}
+CANDIDATES = {candidate.name: candidate for candidate in (PRONGHORN, PADDED, *STOCK, UNSLOTH)}
 
 __all__ = ["CANDIDATES", "Built", "Candidate", "Spec"]

@@ -1,12 +1,13 @@
-"""Build Pronghorn itself, with any of its switches turned for ablations."""
+"""Build Pronghorn itself, with any of its switches turned for ablations; and the same model fed as TRL's trainers do."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.candidates import stock
-from benchmarks.candidates.base import Built, Candidate, Spec, autocast_dtype, device, weights_dtype
+from benchmarks.candidates.base import Built, Candidate, PaddedBatches, Spec, autocast_dtype, device, weights_dtype
 from benchmarks.workload import Row
 
 SWITCHES = {
@@ -27,7 +28,8 @@ def prepare() -> None:
     from pronghorn import FastLanguageModel  # noqa: F401
 
 
-def build(spec: Spec) -> Built:
+def build(spec: Spec, padded: bool = False) -> Built:
+    """Build it for packed rows, or for the batches that trainers make who pad."""
     from pronghorn.data.batch import Collator
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import attach
@@ -62,7 +64,10 @@ def build(spec: Spec) -> Built:
     def describe() -> list[str]:
         return [f"{path.part}: {path.path} ({path.why})" for path in handle.paths(autocast_dtype(spec.method))]
 
+    if padded:
+        return Built(PaddedBatches(model.train()), PaddedBatches.make_batch, describe=describe)
     return Built(model.train(), make_batch, describe=describe)
 
 
 PRONGHORN = Candidate("pronghorn", {}, prepare, build)
+PADDED = Candidate("pronghorn-padded", {}, prepare, functools.partial(build, padded=True))
