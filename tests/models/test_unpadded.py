@@ -19,6 +19,7 @@ from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.lora import add_lora
+from pronghorn.parity.distance import distance
 from support.tiny import tiny_model
 
 LENGTHS, LENGTH = (21, 7, 1), 21
@@ -244,3 +245,26 @@ def test_trl_s_dpo_learns_alike(tmp_path: Path) -> None:
         assert seen is None or all(shape[0] == 1 for shape in seen.taken())
         found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert len(found[0]) == 3 and found[0] == pytest.approx(found[1], rel=1e-4) and found[0][0] != found[0][-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_step_on_a_gpu_is_as_near_float32_as_plain_transformers(model_type: str, side: str, nan_memory: None) -> None:
+    found = []
+    for dtype, fused in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)):
+        model = adapted(model_type).to("cuda", dtype)
+        given = {name: each.cuda() for name, each in batch(model, side).items()}
+        if fused:
+            attach(model, layers="fused")
+            seen = Seen(model)
+        elif attached(model) is not None:
+            attached(model).detach()  # type: ignore[union-attr]
+        found.append(run(model, given))
+    assert all(shape[0] == 1 for shape in seen.taken())
+    ours, plain, exact = found
+    logits = distance("logits", ours[1], plain[1], exact[1])
+    assert logits.excess <= 1, logits
+    # of all gradients together: of single ones chance decides whose is nearer
+    ours_g, plain_g, exact_g = (torch.cat([each[2][name].double().flatten() for name in exact[2]]) for each in found)
+    assert (ours_g - exact_g).norm() <= 2 * (plain_g - exact_g).norm() + 1e-3 * exact_g.norm()
