@@ -154,6 +154,20 @@ def test_what_reads_a_batch_as_a_whole_is_padded_and_says_why(
         trainer_of(SFTTrainer, tmp_path, make(), padding_free=True, **changes)
 
 
+def test_a_script_s_own_loss_has_its_logits(tmp_path: Path) -> None:
+    shapes = []
+
+    class Own(SFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            out = model(**inputs)
+            shapes.append(tuple(out.logits.shape[:2]))
+            return out.loss
+
+    trainer = trainer_of(Own, tmp_path, add_lora(tiny_model("llama"), r=2), max_steps=1)
+    trainer.train()
+    assert "compute_loss is the script's own" in trainer.padded and all(shape[0] == BATCH for shape in shapes)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_padding_free_asks_for_what_is_done_anyway(tmp_path: Path, packing: bool) -> None:
     model = add_lora(tiny_model("llama"), r=2)
