@@ -1,4 +1,4 @@
-"""Build Pronghorn itself, with any of its switches turned for ablations; or fed padded batches, as by TRL's trainers."""
+"""Build Pronghorn itself, with any of its switches turned for ablations; or fed padded batches, as TRL's trainers do."""
 
 from __future__ import annotations
 
