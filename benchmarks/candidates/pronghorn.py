@@ -1,4 +1,4 @@
-"""Build Pronghorn itself, with any of its switches turned for ablations; or fed padded batches, as TRL's trainers do."""
+"""Build Pronghorn itself, with its switches turned for ablations; or fed padded batches, as in TRL's trainers."""
 
 from __future__ import annotations
 
