@@ -898,7 +898,7 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     )
     args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=packing, fp16=True, packing=packing)
     args.gradient_accumulation_steps, args.optim = 1 + packing, "adamw_8bit"
-    resolve_plan(handle, args, padded=not args.packing)
+    resolve_plan(handle, args, padded=not args.packing, autocast=torch.bfloat16 if args.bf16 else torch.float16)
     wanted = (
         (128, 7),
         {"autocast": torch.bfloat16, "padded": 0, "accumulates": True, "optimizer": "adamw_8bit", "mlp_rows": 0},
@@ -911,14 +911,21 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     assert asked == ([wanted] if len(devices) == 1 else [])
     monkeypatch.setattr(auto_plan, "refusal", lambda model, fused: None if fused else "padded")
     asked.clear()
-    resolve_plan(handle, args, padded=not args.packing)
+    resolve_plan(handle, args, padded=not args.packing, autocast=torch.bfloat16 if args.bf16 else torch.float16)
     assert asked == ([wanted] if len(devices) == 1 and packing else [])  # padded rows of experts aren't counted
     asked.clear()
-    assert resolve_plan(handle, SimpleNamespace(**{**vars(args), "max_length": None}), padded=False) is handle.plan
+    assert (
+        resolve_plan(handle, SimpleNamespace(**{**vars(args), "max_length": None}), padded=False, autocast=None)
+        is handle.plan
+    )
     handle.fuses = False
-    resolve_plan(handle, args, padded=not args.packing)
+    resolve_plan(handle, args, padded=not args.packing, autocast=torch.bfloat16 if args.bf16 else torch.float16)
     handle.fuses, handle.plan = True, Plan.keep()
-    assert resolve_plan(handle, args, padded=not args.packing) == Plan.keep() and asked == []
+    assert (
+        resolve_plan(handle, args, padded=not args.packing, autocast=torch.bfloat16 if args.bf16 else torch.float16)
+        == Plan.keep()
+        and asked == []
+    )
 
 
 def test_processes_make_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -557,17 +557,19 @@ def test_a_plan_that_was_made_is_made_again_for_a_little_less(monkeypatch: pytes
     setup = auto_plan.setup_of(model, 2 * 4096, None, accumulates=False)
     made = plan(auto_plan.dims_of(model), setup, card)
     assert set(made.policies) == {Policy.KEEP}
-    tighter = TighterPlans(model, arguments, padded=not arguments.packing)
+    tighter = TighterPlans(model, arguments, padded=not arguments.packing, autocast=None)
     again = tighter(made)
     assert again is not None and again.predicted["process"] <= 0.96 * made.predicted["process"]
     assert Policy.OFFLOAD not in again.policies and again.predicted["step_ms"] < 1.1 * made.predicted["step_ms"]
     assert tighter(again) == tighten(again) != again
     assert tighter(Plan.keep()) == tighten(Plan.keep()), "asked for"
     room[0] = int(0.9 * made.predicted["process"])
-    less = TighterPlans(model, arguments, padded=not arguments.packing)(made)
+    less = TighterPlans(model, arguments, padded=not arguments.packing, autocast=None)(made)
     assert less is not None and less.predicted["process"] <= room[0], "another process took some"
     room[0] = 1
-    assert TighterPlans(model, arguments, padded=not arguments.packing)(made) == tighten(made), "nothing fits"
+    assert TighterPlans(model, arguments, padded=not arguments.packing, autocast=None)(made) == tighten(made), (
+        "nothing fits"
+    )
     room[0] = 2**40
     monkeypatch.setattr(prepared_model, "processes", lambda: 2)
-    assert TighterPlans(model, arguments, padded=not arguments.packing)(made) == tighten(made)
+    assert TighterPlans(model, arguments, padded=not arguments.packing, autocast=None)(made) == tighten(made)

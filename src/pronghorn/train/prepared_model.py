@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import AutocastKwargs
 from torch import Tensor
 
 from pronghorn.device import processes
@@ -28,16 +29,32 @@ def attached_on_its_device(model: Any, args: Any) -> Handle:
     return attach(model, **vars(handle.options))  # on the CPU it had no fused layers
 
 
-def resolve_plan(handle: Handle, args: Any, padded: bool) -> Plan | None:
+def settled(accelerator: Any, handle: Handle, args: Any, padded: bool) -> dict[str, Any]:
+    """Return what a plan has to know of training besides its arguments: whether batches are padded, autocast's dtype.
+
+    Autocast to bfloat16 is switched off where the model is in it already: fused layers compute the same without, and
+    CUDA graphs don't run under it.
+    """
+    asked = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    fused = not padded and handle.layers is not None and handle.layers.reason(None) is None
+    own = (p for name, p in handle.model.named_parameters() if ".lora_" not in name and p.is_floating_point())
+    if asked is torch.bfloat16 and fused and all(p.dtype is asked for p in own):
+        accelerator.autocast_handler = AutocastKwargs(enabled=False)
+        asked = None
+    return {"padded": padded, "autocast": asked}
+
+
+def resolve_plan(handle: Handle, args: Any, padded: bool, autocast: torch.dtype | None) -> Plan | None:
     """Return the attached model's plan, made now where `auto` waited for these arguments.
 
     Args:
         padded: whether batches are, instead of packed rows.
+        autocast: its dtype, or None.
     Raises:
         PlanDoesNotFit: with what would.
     """
     rows, row_tokens = args.per_device_train_batch_size, args.max_length or 0
-    return resolve(handle, rows, row_tokens, packs=not padded, **_how(args))
+    return resolve(handle, rows, row_tokens, packs=not padded, **_how(args, autocast))
 
 
 def unround_adapters(model: Any, trained: Mapping[Any, Tensor], quantised: bool) -> None:
@@ -65,11 +82,11 @@ class TighterPlans:
     Args:
         model: the trainer's, attached or not.
         args: the trainer's arguments.
-        padded: whether its batches are padded.
+        padded, autocast: as of its plan (`resolve_plan`).
     """
 
-    def __init__(self, model: Any, args: Any, padded: bool) -> None:
-        self._model, self._args, self._padded = model, args, padded
+    def __init__(self, model: Any, args: Any, padded: bool, autocast: torch.dtype | None) -> None:
+        self._model, self._args, self._padded, self._autocast = model, args, padded, autocast
         self._made: Plan | None = None
 
     def __call__(self, ran_out: Plan) -> Plan | None:
@@ -78,15 +95,16 @@ class TighterPlans:
         if handle is not None and ran_out is not self._made and processes() == 1:
             rows, row_tokens = self._args.per_device_train_batch_size, self._args.max_length or 0
             padded = rows if self._padded else 0
-            made = smaller_plan(handle.model, rows * row_tokens, ran_out, padded=padded, **_how(self._args))
+            how = _how(self._args, self._autocast)
+            made = smaller_plan(handle.model, rows * row_tokens, ran_out, padded=padded, **how)
         self._made = made
         return tighten(ran_out) if made is None else made
 
 
-def _how(args: Any) -> dict[str, Any]:
+def _how(args: Any, autocast: torch.dtype | None) -> dict[str, Any]:
     """Say how the trainer's arguments train, for a plan."""
     return {
-        "autocast": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        "autocast": autocast,
         "accumulates": args.gradient_accumulation_steps > 1,
         "optimizer": str(getattr(args.optim, "value", args.optim)),
     }

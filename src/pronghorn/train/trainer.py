@@ -34,13 +34,12 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.families import base_causal_lm
-from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_rows, validate
+from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_model, prepared_rows, validate
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.group import check_gpus_apart
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
-from pronghorn.train.prepared_model import TighterPlans, attached_on_its_device, resolve_plan, unround_adapters
 from pronghorn.train.ranks import (
     MOST_BYTES,
     CopiesAccelerator,
@@ -93,7 +92,7 @@ class SFTTrainer(SharedLayersTrainer):
         if args.packing or args.eval_packing:
             args.max_length = validate.check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
-        if attached_on_its_device(model, args).plan is not None:
+        if prepared_model.attached_on_its_device(model, args).plan is not None:
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
@@ -111,7 +110,7 @@ class SFTTrainer(SharedLayersTrainer):
         adapted: Any = self.model
         keep_names(adapted)
         balance.settle(self)
-        unround_adapters(adapted, trained, getattr(model, "is_quantized", False))
+        prepared_model.unround_adapters(adapted, trained, getattr(model, "is_quantized", False))
         if args.fp16 and self.accelerator.scaler is None and args.device.type == "cpu":
             # accelerate scales losses on GPUs only, and would train in float16 without
             self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
@@ -124,9 +123,10 @@ class SFTTrainer(SharedLayersTrainer):
         if not self._at_once:
             leave_packed_to_each_process(adapted)
         # all is known now: where the model is, and its adapters, TRL's peft_config's too
-        handle = attached_on_its_device(adapted, args).adopt_adapters()
+        handle = prepared_model.attached_on_its_device(adapted, args).adopt_adapters()
         self.padded = padding_free.settle(self, handle, self._packs_train, self._packs_eval)  # why batches are, if so
-        resolve_plan(handle, args, padded=self.padded is not None)
+        settled = prepared_model.settled(self.accelerator, handle, args, self.padded is not None)
+        prepared_model.resolve_plan(handle, args, **settled)
         validate.check_tokens(self)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
@@ -135,7 +135,7 @@ class SFTTrainer(SharedLayersTrainer):
         self._watch = GradientWatch(None if self._shared is None else self._shared.trained)
         self.add_callback(self._watch)
         self._counted = StepCounters()
-        self._memory = OomRetry(self._ran_out, TighterPlans(adapted, args, padded=self.padded is not None))
+        self._memory = OomRetry(self._ran_out, prepared_model.TighterPlans(adapted, args, **settled))
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         """Where a word to the user goes."""
         for told in (one_gpu, self.padded and f"documents are padded: {self.padded}"):

@@ -1,0 +1,69 @@
+"""`bf16=True` over a model that is in bfloat16 itself: no autocast where fused layers compute the same without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from pronghorn import SFTTrainer, attach
+from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.models.lora import add_lora
+from pronghorn.train import prepared_model
+from support.tiny import tiny_model
+from support.trainers import config
+
+ROWS = Dataset.from_list(
+    [
+        {"input_ids": torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist()}
+        for n in range(5, 45)
+    ]
+)
+
+
+def run(folder: Path, model: Any, layers: Any = "fused", **changes: Any) -> tuple[list[float], bool, list[Any]]:
+    """Train; return losses, whether layers ran under autocast, and what was trained."""
+    attach(model, layers=layers)
+    settings: dict[str, Any] = {"bf16": True, "max_steps": 3, **changes}
+    trainer = SFTTrainer(model, config(folder, **settings), train_dataset=ROWS, processing_class=byte_tokenizer(128))
+    under: set[bool] = set()
+    layer = next(each for name, each in model.named_modules() if name.endswith("layers.0"))
+    layer.register_forward_pre_hook(lambda *_: under.add(torch.is_autocast_enabled("cpu")))
+    trainer.train()
+    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(under) == 1
+    return found, under.pop(), [p.detach().clone() for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss", "qwen3_5_text"])
+def test_fused_layers_give_the_same_bits_without(
+    tmp_path: Path, model_type: str, packing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for left in (True, False):
+        if not left:
+            monkeypatch.setattr(
+                prepared_model, "settled", lambda *given: {"padded": given[-1], "autocast": torch.bfloat16}
+            )
+        model = add_lora(tiny_model(model_type).to(torch.bfloat16), r=2)
+        found.append(run(tmp_path, model, packing=packing))
+    assert found[0][1] is False and found[1][1] is True
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[0][2], found[1][2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (lambda: add_lora(tiny_model("llama").to(torch.bfloat16), r=2), {"layers": "stock"}),
+        (lambda: add_lora(tiny_model("llama").to(torch.bfloat16), r=2, lora_dropout=0.1), {}),
+        (lambda: add_lora(tiny_model("llama").to(torch.bfloat16), r=2), {"packing": False, "neftune_noise_alpha": 5.0}),
+        (lambda: tiny_model("llama"), {}),
+    ],
+)
+def test_it_stays_where_something_needs_it(tmp_path: Path, make: Any, changes: dict[str, Any]) -> None:
+    assert run(tmp_path, make(), **changes)[1] is True
