@@ -6,7 +6,8 @@ Pronghorn, each by its own trainer.
     python -m benchmarks.end_to_end --model Llama-3.1-8B --steps 30 --only unsloth pronghorn --out end-to-end-8b.json
 
 `trl` and `unsloth` are their defaults, `-best` what a user who reads on would set: no recomputation, and packing where
-that keeps documents apart without another attention library. One epoch of the same rows unless `--steps` ends it; an
+that keeps documents apart without another attention library; `pronghorn-unpacked` is a script of TRL's with Pronghorn's
+names. One epoch of the same rows unless `--steps` ends it; an
 update has as many tokens for everybody (`candidates.trainers`). The adapter that was saved is then loaded by
 transformers and PEFT in float32 and judged on held-out rows, outside the clock; a shape's random weights learn nothing
 and aren't. Who isn't installed is skipped by name; `--python unsloth=PATH` gives a candidate an interpreter.

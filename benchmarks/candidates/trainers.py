@@ -117,9 +117,14 @@ def unsloth(
 
 
 def pronghorn(
-    given: dict[str, Any], in_4_bits: bool = False, compute: Any = "dtype", checkpointing: Any = "auto"
+    given: dict[str, Any],
+    in_4_bits: bool = False,
+    compute: Any = "dtype",
+    checkpointing: Any = "auto",
+    packs: bool = True,
 ) -> dict[str, Any]:
-    """Pronghorn's model and trainer, packed rows, `auto`."""
+    """Pronghorn's model and trainer, packed rows, `auto`; or what a script of TRL's asks for, unpacked and bf16."""
+    import torch
     import trl as trainers
     from datasets import Dataset
 
@@ -131,7 +136,8 @@ def pronghorn(
         use_gradient_checkpointing=checkpointing,
     )  # fmt: skip
     model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32, target_modules=targets(given))
-    config = trainers.SFTConfig(**config_of(given, packs=True, bf16=False))
+    bf16 = torch.cuda.is_available() and not packs
+    config = trainers.SFTConfig(**config_of(given, packs=packs, bf16=bf16))
     rows = Dataset.from_list(read_rows(given["train"]))
     return finish(SFTTrainer(model, config, train_dataset=rows, tokenizer=tokenizer), given)
 
@@ -166,6 +172,7 @@ CANDIDATES: dict[str, Any] = {
     "unsloth-best": (unsloth, {"packs": True, "checkpointing": False}),
     "unsloth-nf4": (unsloth, {"in_4_bits": True}),
     "pronghorn": (pronghorn, {}),
+    "pronghorn-unpacked": (pronghorn, {"packs": False}),
     "pronghorn-offload": (pronghorn, {"checkpointing": "offload"}),
     "pronghorn-nf4": (pronghorn, {"in_4_bits": True}),
     "pronghorn-fp8": (pronghorn, {"compute": "fp8"}),
