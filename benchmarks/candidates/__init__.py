@@ -7,6 +7,6 @@ from benchmarks.candidates.pronghorn import PADDED, PRONGHORN
 from benchmarks.candidates.stock import STOCK
 from benchmarks.candidates.unsloth import UNSLOTH
 
-CANDIDATES = {candidate.name: candidate for candidate in (PRONGHORN, PADDED, *STOCK, UNSLOTH)}
+CANDIDATES = {candidate.name: candidate for candidate in (PRONGHORN, *STOCK, UNSLOTH, PADDED)}
 
 __all__ = ["CANDIDATES", "Built", "Candidate", "Spec"]
