@@ -15,6 +15,7 @@ from peft import PromptTuningConfig, get_peft_model
 
 from pronghorn import SFTTrainer, attach
 from pronghorn.data.batch import TILE_ROWS
+from pronghorn.data.dealing import ByLength
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.models.attach import attached
@@ -205,6 +206,7 @@ class ReadsLogits(SFTTrainer):
 def test_a_loss_that_may_read_logits_has_padded_batches_unless_it_says_that_it_does_not(tmp_path: Path) -> None:
     padded = trainer_of(ReadsLogits, tmp_path, add_lora(tiny_model("llama"), r=2), max_steps=1)
     assert padded.padded is not None and "may read logits" in padded.padded
+    assert not isinstance(padded.get_train_dataloader().batch_sampler.sampler, ByLength), "it may be no sum"
     joined = trainer_of(ReadsLogits, tmp_path, add_lora(tiny_model("llama"), r=2), max_steps=1, padding_free=True)
     assert joined.padded is None
     for trainer in (padded, joined):

@@ -83,11 +83,9 @@ def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
     return "the model's loss_function is its own" if has_own_loss(base) else None
 
 
-def settle(trainer: Any, handle: Handle, packs_train: bool, packs_eval: bool, own_loss: bool = False) -> str | None:
+def settle(trainer: Any, handle: Handle, packs_train: bool, packs_eval: bool) -> str | None:
     """Prove what training needs of a generic family; return why micro-batches are padded, None where they aren't.
 
-    Args:
-        own_loss: the trainer's `compute_loss` is a subclass's.
     Raises:
         UnsupportedError: documents that are to be packed, or padded ones, aren't what they mean; or padding is refused
             by another argument.
@@ -100,7 +98,7 @@ def settle(trainer: Any, handle: Handle, packs_train: bool, packs_eval: bool, ow
             require_isolation(model)
         if not packs_train:
             why = why_padded(trainer.model, args.neftune_noise_alpha, args.max_length)
-            if why is None and own_loss and not args.padding_free:
+            if why is None and trainer.has_own_loss and not args.padding_free:
                 why = "compute_loss is a subclass's and may read logits: padding_free=True if it doesn't"
             if why is None and processes() > 1 and args.accelerator_config.dispatch_batches:
                 why = "dispatch_batches lets one process read for all, by rows of a batch"

@@ -125,8 +125,8 @@ class SFTTrainer(SharedLayersTrainer):
             leave_packed_to_each_process(adapted)
         # all is known now: where the model is, and its adapters, TRL's peft_config's too
         handle = attached_on_its_device(adapted, args).adopt_adapters()
-        own_loss = type(self).compute_loss is not SFTTrainer.compute_loss
-        self.padded = padding_free.settle(self, handle, self._packs_train, self._packs_eval, own_loss)  # why, or None
+        self.has_own_loss = type(self).compute_loss is not SFTTrainer.compute_loss
+        self.padded = padding_free.settle(self, handle, self._packs_train, self._packs_eval)  # why batches are, if so
         resolve_plan(handle, args, padded=self.padded is not None)
         validate.check_tokens(self)
         stock: Any = self.data_collator
