@@ -73,6 +73,12 @@ def test_the_page_of_a_run_that_trains_says_what_is_so_far(tmp_path: Path) -> No
     assert "3.4567 → 2.5000" in text
 
 
+def test_a_run_without_packing_says_so(tmp_path: Path) -> None:
+    text = page(record(recipe={"packing": {"enabled": False}}), tmp_path).text
+    assert "packed rows would be 96.7% text" in text and "Rows filled, if packed" in text
+    assert "of the rows is text" not in text and "of the rows is text" in page(record(), tmp_path).text
+
+
 def test_page_warns_of_dropped_documents_and_draws_memory(tmp_path: Path) -> None:
     many = {**record().packing, "dropped_share": 0.02, "cut_share": 0.0}
     steps = [{**step, "peak_memory_gib": 1.5} for step in record().steps]

@@ -38,7 +38,8 @@ def adds_up(trainer: Any) -> bool:
     """Tell whether a step's gradient is a sum over its documents, each by itself, whatever their micro-batches are.
 
     It isn't where a loss is a mean over micro-batches (the routers' auxiliary loss, models that take no count of
-    labels, a loss function of somebody's own) or processes, or RoPE depends on a batch's longest document.
+    labels, a loss function or `compute_loss` of somebody's own) or processes, or RoPE depends on a batch's longest
+    document.
     """
     args, base = trainer.args, base_causal_lm(trainer.model)
     limit = rope_limit(base.config)
@@ -46,6 +47,6 @@ def adds_up(trainer: Any) -> bool:
         trainer.model_accepts_loss_kwargs
         and (args.world_size == 1 or args.average_tokens_across_devices)
         and not balances_experts(base.config)
-        and not has_own_loss(base)
+        and not (has_own_loss(base) or trainer.has_own_loss)
         and (limit is None or (args.max_length or limit + 1) <= limit)
     )

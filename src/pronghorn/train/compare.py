@@ -35,7 +35,7 @@ def figures(record: RunRecord) -> list[tuple[str, str]]:
         ("Last training loss", f"{record.steps[-1]['loss']:.4f}" if record.steps else "–"),
         ("Steps", f"{record.steps[-1]['step']:,}" if record.steps else "0"),
         ("Tokens/s", "–" if speed is None else f"{speed:,.0f}"),
-        ("Packing", f"{record.packing['efficiency']:.1%}"),
+        ("Packing", f"{record.packing['efficiency']:.1%}" if record.packs else "off"),
         ("Documents dropped", f"{record.packing.get('dropped', 0):,}"),
         ("Peak memory", "–" if peak is None else f"{peak / 2**30:.1f} GiB"),
         ("Time", duration(record.seconds)),

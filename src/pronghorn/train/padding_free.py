@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from datasets import Dataset
-
 from pronghorn.data.batch import TILE_ROWS, Collator, round_up
 from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import Handle
 from pronghorn.models.causal_lm import has_own_loss
-from pronghorn.models.families import base_causal_lm, rope_limit
+from pronghorn.models.families import balances_experts, base_causal_lm, rope_limit
 from pronghorn.models.generic import PACKING
 from pronghorn.models.metadata import mixing_adapter
 from pronghorn.models.padded_probe import require_padded
@@ -38,11 +36,30 @@ class EndToEnd:
     multiple: int = TILE_ROWS
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate documents of `input_ids` and, where not all tokens are trained, `labels` (unshifted)."""
-        ids = [list(row["input_ids"]) for row in rows]
-        labels = [list(row.get("labels") or row["input_ids"]) for row in rows]
-        whole = {"input_ids": [*chain(*ids)], "labels": [*chain(*labels)], "lengths": [len(each) for each in ids]}
+        """Collate documents of `input_ids` and, where not all tokens are trained, `labels` (unshifted): lists, arrays
+        or tensors."""
+        ids = [row["input_ids"] for row in rows]
+        labels = [row.get("labels", row["input_ids"]) for row in rows]
+        whole: dict[str, list[int]] = {
+            "input_ids": [*chain(*map(_listed, ids))],
+            "labels": [*chain(*map(_listed, labels))],
+            "lengths": [len(each) for each in ids],
+        }
         return Collator(round_up(len(whole["input_ids"]), self.multiple), self.pad_token_id)([whole])
+
+
+def _listed(values: Any) -> list[int]:
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def joining(trainer: Any, pad_token_id: int | None) -> EndToEnd:
+    """Make a trainer's collator of documents end to end; its tail is no longer than the model's documents may be."""
+    base = base_causal_lm(trainer.model)
+    if PACKING in base.__dict__ and balances_experts(base.config):
+        return EndToEnd(pad_token_id, 1)  # transformers' auxiliary loss would count the tail
+    limits = [rope_limit(base.config), getattr(base.config, "max_position_embeddings", None)]
+    multiple = int(trainer.args.pad_to_multiple_of or TILE_ROWS)
+    return EndToEnd(pad_token_id, min([multiple, *(limit for limit in limits if limit and limit > 0)]))
 
 
 def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
@@ -61,7 +78,7 @@ def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
         return f"{config.peft_type.value} puts virtual tokens before the prompt"
     if (adapter := mixing_adapter(model)) is not None:
         return f"documents see each other by {adapter}"
-    if limit is not None and max(most or limit + 1, TILE_ROWS) > limit:  # the filled up tail is a document, too
+    if limit is not None and (most or limit + 1) > limit:
         return f"beyond {limit:,} tokens this model's RoPE depends on the longest document of a row"
     return "the model's loss_function is its own" if has_own_loss(base) else None
 
@@ -81,10 +98,10 @@ def settle(trainer: Any, handle: Handle, packs_train: bool, packs_eval: bool) ->
             require_isolation(model)
         if not packs_train:
             why = why_padded(trainer.model, args.neftune_noise_alpha, args.max_length)
-            if why is None and not isinstance(trainer.train_dataset, Dataset) and processes() > 1:
-                why = "several processes read a stream"
-            if why is None and not type(trainer).compute_loss.__module__.startswith("pronghorn."):
-                why = "compute_loss is the script's own, and may read logits"
+            if why is None and trainer.has_own_loss and not args.padding_free:
+                why = "compute_loss is a subclass's and may read logits: padding_free=True if it doesn't"
+            if why is None and processes() > 1 and args.accelerator_config.dispatch_batches:
+                why = "dispatch_batches lets one process read for all, by rows of a batch"
             if why is None and generic:
                 try:
                     require_isolation(model)

@@ -58,6 +58,11 @@ class RunRecord:
     schema: str = SCHEMA
 
     @property
+    def packs(self) -> bool:
+        """Whether rows were packed; else `packing` says how full they would be."""
+        return bool((self.recipe.get("packing") or {}).get("enabled", True))
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Return the median of real tokens per second; the first entry, with the warm-up, counts only if alone."""
         rates = [step["tokens"] / step["seconds"] for step in self.steps if step["seconds"] > 0]

@@ -47,7 +47,7 @@ def write_report(record: RunRecord, folder: str | Path, refresh: int | None = No
             )
             if chart
         ],
-        packing=_packing_table(record.packing),
+        packing=_packing_table(record),
         recipe=yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
     )
 
@@ -96,7 +96,9 @@ def headlines(record: RunRecord, live: bool = False) -> list[tuple[str, str, str
     resumed = f"; taken up again at step {', '.join(map(str, record.resumed_at))}" if record.resumed_at else ""
     cards += [
         ("Speed", "–" if speed is None else f"{speed:,.0f} tokens/s", "median over steps, padding not counted"),
-        ("Packing", f"{packing['efficiency']:.1%}", f"of the rows is text; {packing['ceiling']:.1%} is the ceiling"),
+        ("Packing", f"{packing['efficiency']:.1%}", f"of the rows is text; {packing['ceiling']:.1%} is the ceiling")
+        if record.packs
+        else ("Packing", "off", f"packed rows would be {packing['efficiency']:.1%} text"),
         (
             "Time",
             duration(record.seconds),
@@ -138,20 +140,21 @@ def _short(count: float) -> str:
     return f"{count:.0f}"
 
 
-def _packing_table(packing: dict[str, Any]) -> list[tuple[str, str]]:
+def _packing_table(record: RunRecord) -> list[tuple[str, str]]:
     """Return names and figures in reading order; what a record doesn't hold is left out."""
+    packing, would = record.packing, "" if record.packs else ", if packed"
     names = {
         "documents": "Documents",
         "dropped": "Documents dropped",
         "truncated": "Documents truncated",
         "tokens": "Tokens",
         "labelled_tokens": "Supervised tokens",
-        "rows": "Rows",
+        "rows": f"Rows{would}",
         "row_tokens": "Tokens of a row",
     }
     table = [(label, f"{packing[name]:,}") for name, label in names.items() if name in packing]
     return [
         *table,
-        ("Rows filled", f"{packing['efficiency']:.2%}"),
+        (f"Rows filled{would}", f"{packing['efficiency']:.2%}"),
         ("Most any packing could fill", f"{packing['ceiling']:.2%}"),
     ]

@@ -212,8 +212,6 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
 def _tell_dealing(trainer: SFTTrainer, console: Console) -> None:
     """Print how long processes will wait for each other, by the predicted time of each row; or how full batches are."""
     dealt = getattr(trainer.get_train_dataloader(), "batch_sampler", None)
-    if trainer.padded is not None:
-        console.print(f"[yellow]Documents are padded: {escape(trainer.padded)}[/]")
     if isinstance(order := getattr(dealt, "sampler", None), ByLength):
         stock, ours = order.text_shares()
         console.print(f"Padded batches are {ours:.1%} text, sorted by length within each step ({stock:.1%} unsorted)")

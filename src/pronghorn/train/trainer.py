@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from pronghorn import state
-from pronghorn.data.batch import TILE_ROWS, Collator
+from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import is_bf16_supported, processes
 from pronghorn.errors import ConfigError, UnsupportedError
@@ -124,13 +124,13 @@ class SFTTrainer(SharedLayersTrainer):
             leave_packed_to_each_process(adapted)
         # all is known now: where the model is, and its adapters, TRL's peft_config's too
         handle = prepared_model.attached_on_its_device(adapted, args).adopt_adapters()
+        self.has_own_loss = type(self).compute_loss is not SFTTrainer.compute_loss
         self.padded = padding_free.settle(self, handle, self._packs_train, self._packs_eval)  # why batches are, if so
         settled = prepared_model.settled(self.accelerator, handle, args, self.padded is not None)
         prepared_model.resolve_plan(handle, args, **settled)
         validate.check_tokens(self)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
-        self._joins = padding_free.EndToEnd(stock.pad_token_id, int(args.pad_to_multiple_of or TILE_ROWS))
         self.data_collator = prepared_rows.Collators(self._pack_collator, stock)
         self._watch = GradientWatch(None if self._shared is None else self._shared.trained)
         self.add_callback(self._watch)
@@ -183,13 +183,14 @@ class SFTTrainer(SharedLayersTrainer):
         """Deal packed rows to the processes by their costs; of what isn't packed the steps are stock's."""
         rows, args = self.train_dataset, self.args
         if not isinstance(rows, PackedRows):
-            stock = self.data_collator  # which evaluations have, whose logits somebody may read
-            self.data_collator = stock if self.padded else prepared_rows.Collators(self._pack_collator, self._joins)
+            given: Any = self.data_collator  # which evaluations have, whose logits somebody may read
+            if self.padded or not isinstance(given, prepared_rows.Collators):  # somebody's own, set since
+                return by_length.sort_steps(super().get_train_dataloader(), self)
+            self.data_collator = replace(given, padded=padding_free.joining(self, given.padded.pad_token_id))
             try:
-                loader = super().get_train_dataloader()
+                return super().get_train_dataloader()
             finally:
-                self.data_collator = stock
-            return by_length.sort_steps(loader, self) if self.padded else loader
+                self.data_collator = given
         sampler = self._get_train_sampler()
         if not isinstance(sampler, (RandomSampler, SequentialSampler)):
             return super().get_train_dataloader()
@@ -293,7 +294,7 @@ class SFTTrainer(SharedLayersTrainer):
                 )
             resume_from_checkpoint = str(found[-1]) if found else None
         validate.check_trains(self.model)
-        if self._packs_train or self._packs_eval:
+        if self._packs_train or self._packs_eval or self.padded is None:
             validate.check_attached(self.model)
         if resume_from_checkpoint is not None:
             self._check(Path(resume_from_checkpoint))

@@ -261,10 +261,11 @@ def check_adapters(model: Any, asked: Any, packs: bool) -> None:
 
 
 def check_attached(model: Any) -> None:
-    """Refuse packed rows where the model was detached after its trainer was made: transformers can't read them."""
+    """Refuse rows of several documents where the model was detached after its trainer was made: transformers can't read
+    them."""
     if attached(model) is None:
         raise ConfigError(
-            "the model was detached after its trainer was made, and its rows are packed",
+            "the model was detached after its trainer was made, whose rows have several documents",
             "detach after training, or call pronghorn.attach(model) again",
         )
 
