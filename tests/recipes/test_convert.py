@@ -328,10 +328,10 @@ def test_a_ratio_of_warm_up_is_counted_where_steps_are_known(place: Path) -> Non
     assert recipe["data"]["train"][0]["format"] == "text"
 
 
-def test_documents_of_a_batch_become_one_row_and_that_is_told(place: Path) -> None:
-    result, recipe, _ = convert(AXOLOTL["instruct-lora-8b"], place)
-    assert recipe is not None and recipe["packing"] == {"rows_per_step": 1}
-    assert "micro_batch_size: 2 documents there; a packed row holds many" in result.output
+def test_documents_that_are_not_packed_there_stay_so(place: Path) -> None:
+    _, recipe, written = convert(AXOLOTL["instruct-lora-8b"], place)
+    assert recipe is not None and recipe["packing"] == {"rows_per_step": 2, "enabled": False}
+    assert "documents aren't packed there" in written
 
 
 @pytest.mark.parametrize(("own", "read"), [(5, 5), (500, None)])

@@ -27,7 +27,7 @@ SAME = {
 }
 """Keys of both that mean the same as one of ours: theirs to ours."""
 KERNELS = "Pronghorn's own attention and kernels"
-PACKED = "rows are always packed and full"
+PACKED = "packing.enabled says whether rows are packed"
 NEEDLESS = {
     "bf16": "precision.dtype: auto is bf16 on a GPU that has it",
     "dataloader_num_workers": "data are tokenised beforehand",
@@ -117,12 +117,10 @@ def load_best(draft: Draft, usual: bool) -> None:
 
 
 def batch_size(draft: Draft, key: str, default: int, packed: bool) -> None:
-    """Take over the batch: rows where they are packed there, too; documents become one row, and that is told."""
-    batch = draft.take(key, default)
-    draft.put("packing.rows_per_step", batch if packed else 1, key)
-    if not packed and batch != 1:
-        more = "a packed row holds many: see `pronghorn data inspect`, then set packing.rows_per_step"
-        draft.lost[key] = f"{batch} documents there; {more}"
+    """Take over the batch: packed rows, or documents that stay one by one as they are there."""
+    draft.put("packing.rows_per_step", draft.take(key, default), key)
+    if not packed:
+        draft.put("packing.enabled", False, "documents aren't packed there; true fills rows: fewer steps, and faster")
 
 
 def of_hub(source: dict[str, Any], entry: dict[str, Any], names: dict[str, str]) -> None:
