@@ -294,6 +294,32 @@ def test_a_compiled_model_breaks_no_graph() -> None:
     torch.testing.assert_close(compiled(**given).loss, model(**given).loss)
 
 
+def test_a_traced_model_is_right_for_other_masks() -> None:
+    model = tiny_model("llama", num_hidden_layers=1).eval().requires_grad_(False)
+    ids = batch(model)["input_ids"]
+    masks = [batch(model, side)["attention_mask"] for side in ("right", "left")]
+    attach(model, layers="fused")
+
+    def logits(ids: Tensor, mask: Tensor) -> Tensor:
+        result: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return result
+
+    traced = torch.jit.trace(logits, (ids, masks[0]), check_trace=False)
+    real = masks[1].bool()
+    torch.testing.assert_close(traced(ids, masks[1])[real], logits(ids, masks[1])[real], rtol=1e-4, atol=1e-5)
+
+
+def test_the_report_tells_of_hooks() -> None:
+    model = tiny_model("llama")
+    handle = attach(model, layers="fused")
+    said = lambda: {each.part: each.path for each in handle.report}["padded batches in training"]  # noqa: E731
+    assert said() == "without their padding"
+    hook = model.model.layers[0].register_forward_hook(look)
+    assert said() == "padded, transformers' layers"
+    hook.remove()
+    assert said() == "without their padding"
+
+
 def test_a_replica_goes_transformers_way() -> None:
     """Its layers are no fused ones of its own: nn.DataParallel copies attributes."""
     model = tiny_model("llama")

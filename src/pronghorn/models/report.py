@@ -20,6 +20,7 @@ from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
 from pronghorn.models.one_by_one import LOADED_BY
+from pronghorn.models.unpadded import is_seen
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
 from pronghorn.text import counted
@@ -116,17 +117,20 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         *_float32_products(model.device),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
         PathTaken("loss", decisions.loss, loss_reason),
-        *_unpadded(decisions),
+        *_unpadded(model, decisions),
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
         PathTaken("activations", *_activations(handle, decisions, autocast)),
     ]
 
 
-def _unpadded(decisions: Decisions) -> list[PathTaken]:
+def _unpadded(model: Any, decisions: Decisions) -> list[PathTaken]:
     """Say that padded batches that want no cache have the fused layers, too."""
     if decisions.layers is LayersPath.STOCK:
         return []
-    return [PathTaken("padded batches in training", "without their padding", "the mask says where it is")]
+    path = "without their padding", "the mask says where it is"
+    if is_seen(model.base_model):
+        path = "padded, transformers' layers", "somebody's hook or forward is inside the backbone"
+    return [PathTaken("padded batches in training", *path)]
 
 
 def _sharing(model: Any) -> list[PathTaken]:

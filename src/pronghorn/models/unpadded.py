@@ -44,19 +44,25 @@ def unpad(backbone: Any, kwargs: dict[str, Any], tokens: Tensor, labels: Tensor 
         tokens: ids [B, L] or embeddings [B, L, H].
         labels: [B, L], unshifted, or None where nobody told.
     """
+    from transformers.utils.import_utils import is_tracing
+
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if tokens.dim() < 2 or not tokens.numel() or not _is_plain(backbone, kwargs, tokens.shape[:2]):
+    if is_tracing(tokens) or tokens.dim() < 2 or not tokens.numel():  # a graph has no look at a mask
         return None
-    batch, length = tokens.shape[:2]
-    real = np.ones((batch, length), bool) if mask is None else mask.bool().cpu().numpy()
+    batch, length = shape = tokens.shape[:2]
+    if not _is_plain(backbone, kwargs, shape) or (labels is not None and labels.shape != shape):
+        return None
+    if mask is None:
+        real, learned = np.ones(shape, bool), []
+    else:  # both at once: one synchronisation
+        known = [mask.bool(), *([] if labels is None else [(labels != IGNORE_INDEX).to(mask.device)])]
+        real, *learned = torch.stack(known).cpu().numpy()
     lengths, first = real.sum(1), real.argmax(1)
     last = length - real[:, ::-1].argmax(1)
     if not lengths.all() or (lengths != last - first).any():  # padding inside a sequence
         return None
-    if labels is not None and mask is not None:
-        learned = labels.cpu().numpy() != IGNORE_INDEX
-        if learned.shape != real.shape or (learned[:, 1:] & ~real[:, :-1]).any():  # predicted from padding
-            return None
+    if learned and (learned[0][:, 1:] & ~real[:, :-1]).any():  # predicted from padding
+        return None
     count = int(lengths.sum())
     tail = round_up(count, TILE_ROWS) - count
     places = torch.from_numpy(np.flatnonzero(real)).to(tokens.device)
@@ -89,11 +95,11 @@ def _is_plain(backbone: Any, kwargs: dict[str, Any], shape: tuple[int, ...]) -> 
         and (positions is None or (positions.dim() == 2 and positions.shape[1] == shape[1]))
         # without a mask transformers begins a document wherever positions don't go on
         and (positions is None or mask is not None or bool((positions.diff() == 1).all()))
-        and not _is_seen(backbone)
+        and not is_seen(backbone)
     )
 
 
-def _is_seen(backbone: Any) -> bool:
+def is_seen(backbone: Any) -> bool:
     """Tell whether somebody's hooks or forwards are inside a backbone, who may expect [B, L, ...] there."""
     for module in backbone.modules():
         # what the backbone gives is in its places again
