@@ -50,10 +50,10 @@ def share_metadata(
     warn_of_attentions(backbone.config, kwargs)
     implementation_now = str(backbone.config._attn_implementation)
     isolates = implementation_now.startswith(NAME_PREFIX)
-    own = layers is not None and layers.backbone is backbone  # a data-parallel replica has the first model's layers
     alone = tokens is not None and not args and mixes is None and cache_of(kwargs) is None
-    if packed is None and own and alone and isolates:
-        packed = unpad(backbone, kwargs, tokens, labels)
+    # a data-parallel replica has the first model's layers
+    if packed is None and layers is not None and layers.backbone is backbone and alone and isolates:
+        packed = unpad(layers, kwargs, tokens, labels)
         tokens = tokens if packed is None else kwargs["position_ids"]
     _compute_all_rows(kwargs, packed)
     if packed is None:

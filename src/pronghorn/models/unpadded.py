@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pronghorn.data.batch import TILE_ROWS, PackedBatch, round_up
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.layers.watch import HOOKS
+from pronghorn.layers.decoder import FusedLayers
+from pronghorn.layers.watch import hooks_in
 from pronghorn.memory.recompute import has_own_forward
 from pronghorn.models.families import rope_limit
 
@@ -35,12 +36,12 @@ CHECKPOINTING = ("make_inputs_require_grad", "make_inputs_require_grads")
 """PEFT's and transformers' hooks of the embeddings, for reentrant checkpointing."""
 
 
-def unpad(backbone: Any, kwargs: dict[str, Any], tokens: Tensor, labels: Tensor | None) -> PackedBatch | None:
+def unpad(layers: FusedLayers, kwargs: dict[str, Any], tokens: Tensor, labels: Tensor | None) -> PackedBatch | None:
     """Put a padded batch's real tokens into `kwargs` in its place, and return their metadata; None: it stays.
 
     Args:
-        backbone: whose layers are fused.
-        kwargs: of its forward.
+        layers: of a backbone.
+        kwargs: of the backbone's forward.
         tokens: ids [B, L] or embeddings [B, L, H].
         labels: [B, L], unshifted, or None where nobody told.
     """
@@ -50,7 +51,7 @@ def unpad(backbone: Any, kwargs: dict[str, Any], tokens: Tensor, labels: Tensor 
     if is_tracing(tokens) or tokens.dim() < 2 or not tokens.numel():  # a graph has no look at a mask
         return None
     batch, length = shape = tokens.shape[:2]
-    if not _is_plain(backbone, kwargs, shape) or (labels is not None and labels.shape != shape):
+    if not _is_plain(layers, kwargs, shape) or (labels is not None and labels.shape != shape):
         return None
     if mask is None:
         real, learned = np.ones(shape, bool), []
@@ -76,9 +77,10 @@ def unpad(backbone: Any, kwargs: dict[str, Any], tokens: Tensor, labels: Tensor 
     return PackedBatch.build(documents, tokens=count + tail, padding=tail, device=tokens.device)
 
 
-def _is_plain(backbone: Any, kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
+def _is_plain(layers: FusedLayers, kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
     """Tell whether a forward takes tokens and a mask alone, and nobody wants more than its last hidden states."""
-    config, most = backbone.config, rope_limit(backbone.config)
+    backbone, config = layers.backbone, layers.backbone.config
+    most = rope_limit(config)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     caches = kwargs.get("use_cache")
     if caches is None:  # nobody asked: in training none is missed
@@ -95,20 +97,23 @@ def _is_plain(backbone: Any, kwargs: dict[str, Any], shape: tuple[int, ...]) -> 
         and (positions is None or (positions.dim() == 2 and positions.shape[1] == shape[1]))
         # without a mask transformers begins a document wherever positions don't go on
         and (positions is None or mask is not None or bool((positions.diff() == 1).all()))
-        and not is_seen(backbone)
+        and not is_seen(layers)
     )
 
 
-def is_seen(backbone: Any) -> bool:
+def is_seen(layers: FusedLayers) -> bool:
     """Tell whether somebody's hooks or forwards are inside a backbone, who may expect [B, L, ...] there."""
-    for module in backbone.modules():
-        # what the backbone gives is in its places again
-        for name in HOOKS if module is not backbone else ("_forward_pre_hooks",):
-            for hook in getattr(module, name).values():
-                known = str(getattr(hook, "__module__", None)).startswith(_SHAPELESS)
-                if not known and getattr(hook, "__name__", None) not in CHECKPOINTING:
-                    return True
-    return any(map(has_own_forward, [backbone.get_input_embeddings(), *backbone.layers]))
+    backbone = layers.backbone
+    beside = hooks_in(child for child in backbone.children() if child is not backbone.layers)
+    hooks = [*layers.hooks(), *beside, *backbone._forward_pre_hooks.values()]  # what it gives is in its places again
+    return any(map(_is_strange, hooks)) or any(
+        map(has_own_forward, [backbone.get_input_embeddings(), *backbone.layers])
+    )
+
+
+def _is_strange(hook: Any) -> bool:
+    known = str(getattr(hook, "__module__", None)).startswith(_SHAPELESS)
+    return not known and getattr(hook, "__name__", None) not in CHECKPOINTING
 
 
 def put_back(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
