@@ -19,6 +19,7 @@ from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.lora import add_lora
+from pronghorn.models.unpadded import UNPADDED
 from pronghorn.parity.distance import distance
 from support.tiny import tiny_model
 
@@ -49,18 +50,19 @@ def batch(model: Any, side: str = "right") -> dict[str, Tensor]:
 
 
 class Seen:
-    """Notes the shape of what a decoder layer is given."""
+    """Notes the shape of the tokens that a backbone computes."""
 
     def __init__(self, model: Any) -> None:
         self.shapes: list[tuple[int, ...]] = []
         backbone = attached(model).model.base_model  # type: ignore[union-attr]
-        self._layer = backbone.layers[0].register_forward_pre_hook(self._note, with_kwargs=True)
+        self._hook = backbone.register_forward_hook(self._note, with_kwargs=True)  # one inside would change the way
 
-    def _note(self, layer: Any, args: Any, kwargs: Any) -> None:
-        self.shapes.append(tuple((args[0] if args else kwargs["hidden_states"]).shape[:2]))
+    def _note(self, backbone: Any, args: Any, kwargs: Any, output: Any) -> None:
+        hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+        self.shapes.append(tuple((kwargs["position_ids"] if UNPADDED in kwargs else hidden).shape[:2]))
 
     def taken(self) -> list[tuple[int, ...]]:
-        self._layer.remove()
+        self._hook.remove()
         return self.shapes
 
 
@@ -150,8 +152,27 @@ def test_several_forwards_may_come_before_their_backward() -> None:
 # ---- what stays padded ----
 
 
+def look(module: Any, args: Any, output: Any) -> None:
+    """Look, as somebody's hook."""
+
+
 def with_noise(model: Any, given: dict[str, Tensor]) -> None:
-    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    """Or with another hook of the embeddings."""
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: out + torch.arange(LENGTH)[:, None])
+
+
+def with_a_hook_inside(model: Any, given: dict[str, Tensor]) -> None:
+    model.base_model.model.model.layers[1].mlp.down_proj.register_forward_hook(look)
+
+
+def with_a_layer_that_is_wrapped(model: Any, given: dict[str, Tensor]) -> None:
+    layer = model.base_model.model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def with_padding_to_learn(model: Any, given: dict[str, Tensor]) -> None:
+    given["labels"] = given["input_ids"]
 
 
 def with_a_hole(model: Any, given: dict[str, Tensor]) -> None:
@@ -171,13 +192,32 @@ def with_hidden_states(model: Any, given: dict[str, Tensor]) -> None:
     model.config.output_hidden_states = True
 
 
+def with_far_positions_at_padding(model: Any, given: dict[str, Tensor]) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = model.config
+    config.rope_parameters, config.max_position_embeddings = rope, TILE_ROWS
+    model.base_model.model.model.rotary_emb = type(model.base_model.model.model.rotary_emb)(config)
+    given["position_ids"] = torch.arange(LENGTH)[None].where(given["attention_mask"] == 1, torch.tensor(2 * TILE_ROWS))
+
+
 def with_another_tensor(model: Any, given: dict[str, Tensor]) -> None:
     given["mm_token_type_ids"] = torch.zeros_like(given["input_ids"])
 
 
 @pytest.mark.parametrize(
     "change",
-    [with_noise, with_a_hole, without_a_token, predicted_from_padding, with_hidden_states, with_another_tensor],
+    [
+        with_noise,
+        with_a_hook_inside,
+        with_a_layer_that_is_wrapped,
+        with_a_hole,
+        without_a_token,
+        predicted_from_padding,
+        with_padding_to_learn,
+        with_far_positions_at_padding,
+        with_hidden_states,
+        with_another_tensor,
+    ],
 )
 def test_what_needs_the_padded_batch_has_it(change: Callable[[Any, dict[str, Tensor]], None]) -> None:
     model = adapted()
@@ -194,6 +234,164 @@ def test_a_cache_that_is_asked_for_is_there() -> None:
         with torch.set_grad_enabled(grad):
             assert model(**given).past_key_values is not None
             assert model(**given, use_cache=False).past_key_values is None
+    assert model.train()(**given, use_cache=True).past_key_values is not None
+    assert model(**given).past_key_values is None
+
+
+def both_ways(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Return what a call gives of an attached and of a detached model."""
+    attach(model, layers="fused")
+    ours = call(model)
+    attached(model).detach()  # type: ignore[union-attr]
+    return ours, call(model)
+
+
+def test_labels_by_place_are_seen() -> None:
+    model = tiny_model("llama")
+    given = batch(model, "left")
+    ids, mask = given["input_ids"], given["attention_mask"]
+    torch.testing.assert_close(*both_ways(model, lambda model: model(ids, mask, None, None, None, ids).loss))
+
+
+@pytest.mark.parametrize("positions", [[*range(9), *range(20, 32)], [1] * LENGTH], ids=["jump", "stay"])
+def test_positions_without_a_mask_begin_documents_as_in_transformers(positions: list[int]) -> None:
+    model = adapted()
+    ids, places = batch(model)["input_ids"], torch.tensor([positions])
+    call = lambda model: model(input_ids=ids, position_ids=places, use_cache=False).logits  # noqa: E731
+    torch.testing.assert_close(*both_ways(model, call), rtol=1e-4, atol=1e-5)
+
+
+def test_tuples_are_given_where_the_configuration_says_so() -> None:
+    model = tiny_model("llama")
+    given, model.config.return_dict = batch(model), False
+    real = given.pop("labels") != -100
+    torch.testing.assert_close(*both_ways(model, lambda model: model.model(**given)[0][real]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma4_text"])
+def test_the_last_logits_alone_are_right(model_type: str) -> None:
+    model = adapted(model_type).eval()
+    given = batch(model, "left")
+    given.pop("labels")
+    call = lambda model: model(**given, logits_to_keep=1, use_cache=False).logits  # noqa: E731
+    torch.testing.assert_close(*both_ways(model, call), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_was_changed_is_transformers() -> None:
+    model = tiny_model("llama")
+    given = batch(model)
+    attach(model, layers="fused")
+    model.set_attn_implementation("eager")
+    ours = model(**given).loss
+    attached(model).detach()  # type: ignore[union-attr]
+    torch.testing.assert_close(ours, model(**given).loss)
+
+
+def test_a_compiled_model_breaks_no_graph() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    given = batch(model)
+    attach(model, layers="fused")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**given).loss, model(**given).loss)
+
+
+def test_a_traced_model_is_right_for_other_masks() -> None:
+    model = tiny_model("llama", num_hidden_layers=1).eval().requires_grad_(False)
+    ids = batch(model)["input_ids"]
+    masks = [batch(model, side)["attention_mask"] for side in ("right", "left")]
+    attach(model, layers="fused")
+
+    def logits(ids: Tensor, mask: Tensor) -> Tensor:
+        result: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return result
+
+    traced = torch.jit.trace(logits, (ids, masks[0]), check_trace=False)
+    real = masks[1].bool()
+    torch.testing.assert_close(traced(ids, masks[1])[real], logits(ids, masks[1])[real], rtol=1e-4, atol=1e-5)
+
+
+def test_the_report_tells_of_hooks() -> None:
+    model = tiny_model("llama")
+    handle = attach(model, layers="fused")
+    said = lambda: {each.part: each.path for each in handle.report}["padded batches in training"]  # noqa: E731
+    assert said() == "without their padding"
+    hook = model.model.layers[0].register_forward_hook(look)
+    assert said() == "padded, transformers' layers"
+    hook.remove()
+    assert said() == "without their padding"
+
+
+def test_a_replica_goes_transformers_way() -> None:
+    """Its layers are no fused ones of its own: nn.DataParallel copies attributes."""
+    model = tiny_model("llama")
+    given = batch(model)
+    attach(model, layers="fused")
+    replica = model._replicate_for_data_parallel()
+    replica._modules["model"] = model.model._replicate_for_data_parallel()
+    assert UNPADDED in seen_keywords(model.model, lambda: model(**given))
+    assert UNPADDED not in seen_keywords(replica.model, lambda: replica(**given))
+
+
+def seen_keywords(backbone: Any, call: Callable[[], Any]) -> set[str]:
+    """Return the keywords that a backbone's forward has in a call."""
+    seen: set[str] = set()
+    hook = backbone.register_forward_hook(lambda module, args, kwargs, output: seen.update(kwargs), with_kwargs=True)
+    call()
+    hook.remove()
+    return seen
+
+
+def test_nothing_is_still_nothing() -> None:
+    model = tiny_model("llama")
+    attach(model, layers="fused")
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model(attention_mask=torch.ones(2, 3))
+
+
+# ---- what goes without its padding, too ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
+def test_masks_are_of_any_dtype(dtype: torch.dtype) -> None:
+    model = adapted()
+    given = batch(model)
+    compare(model, given | {"attention_mask": given["attention_mask"].to(dtype)})
+
+
+def test_trainers_tell_how_many_labels_there_are() -> None:
+    model = adapted()
+    compare(model, batch(model) | {"num_items_in_batch": torch.tensor(11)})
+
+
+def test_a_loss_function_is_given_its_own_keywords() -> None:
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    model = tiny_model("llama")
+    model.loss_function = loss
+    compare(model, batch(model))
+
+
+def test_hooks_of_the_backbone_see_the_batch_as_it_came() -> None:
+    model = tiny_model("llama")
+    given, seen = batch(model), list[Any]()
+    look = lambda module, args, output: seen.append(output.last_hidden_state.shape)  # noqa: E731
+    model.model.register_forward_hook(look)
+    attach(model, layers="fused")
+    model.model.register_forward_hook(look)
+    assert UNPADDED in seen_keywords(model.model, lambda: model(**given))
+    assert seen == [(len(LENGTHS), LENGTH, 64)] * 2
+
+
+def test_labels_are_not_kept() -> None:
+    model = tiny_model("llama")
+    given = batch(model)
+    attach(model, layers="fused")
+    before = set(model.model.__dict__)
+    model(**given)
+    with pytest.raises(ValueError, match="exactly one"):
+        model(labels=given["labels"])
+    assert set(model.model.__dict__) == before
 
 
 def test_dynamic_rope_beyond_its_limit_stays_padded() -> None:

@@ -3,7 +3,7 @@
 `FusedLayers.install` gives decoder layers and norms classes that compute the same by fewer, larger kernels. Parameters
 are not moved out of the model or renamed. Before each forward of the backbone `begin` looks whether anything changed
 since the blocks were built (`layers.watch`), brings the adapters' copies up to date, and returns the `Step` that layers
-receive as a keyword. A layer without one, as in padded batches, runs transformers' own forward.
+receive as a keyword. A layer without one, as with a cache, runs transformers' own forward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pronghorn.layers.linears import base_of, products_dtype
 from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
-from pronghorn.layers.watch import Watch
+from pronghorn.layers.watch import Watch, hooks_in
 from pronghorn.layers.weight_layout import GroupStorage, merge_weights
 from pronghorn.memory.plan import MLP_ROWS, POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
@@ -90,9 +90,8 @@ class FusedLayers:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
         """Return fused layers for the copied model, which builds its own blocks."""
-        builder = self.builder
-        copied = FusedLayers(copy.deepcopy(self.backbone, memo), builder.family, builder.backend, builder.compute)
-        copied.builder = builder
+        copied = FusedLayers(copy.deepcopy(self.backbone, memo), self.builder.family, self.builder.backend)
+        copied.builder = self.builder
         return copied
 
     @property
@@ -174,14 +173,17 @@ class FusedLayers:
     def linears(self) -> list[FusedLinear]:
         """List the products of weights in the layers as they were built for the last forward."""
         runs = self._builds[0].runs.values() if self._builds else ()
-        blocks = [block for run in runs for block in run.blocks if isinstance(block, Block)]
-        return [linear for block in blocks for linear in block.linears]
+        return [linear for run in runs for block in run.blocks if isinstance(block, Block) for linear in block.linears]
 
     def lent_codes(self) -> list[LentCodes]:
         """List the codes of experts in the layers as they were built for the last forward."""
         runs = self._builds[0].runs.values() if self._builds else ()
         blocks = [block for run in runs for block in run.blocks]
         return [block.codes for block in blocks if isinstance(block, StockBlock) and block.codes is not None]
+
+    def hooks(self) -> list[Any]:
+        """List the hooks of all modules in the layers."""
+        return hooks_in(self.backbone.layers, self._builds[0].watch if self._builds else None)
 
     def in_fp8(self) -> tuple[int, int]:
         """Count the layers' products of frozen weights that are in 8 bits, and all products of weights."""

@@ -281,7 +281,7 @@ def attach(
     isolate_delta_nets(backbone, family)
     hooks = (
         backbone.register_forward_pre_hook(share_metadata, with_kwargs=True),
-        backbone.register_forward_hook(put_back, with_kwargs=True),
+        backbone.register_forward_hook(put_back, with_kwargs=True, prepend=True),  # before anybody sees them
     )
     base.__class__ = packed_class(previous_class)
     fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None

@@ -143,6 +143,7 @@ def check_forward(model: Any) -> None:
 @functools.cache
 def packed_class(original: type[nn.Module]) -> type[nn.Module]:
     """Make a subclass of `original` with the same forward signature, which transformers and TRL read."""
+    names = [*inspect.signature(original.forward).parameters][1:]
 
     @functools.wraps(original.forward)
     def forward(
@@ -164,10 +165,14 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
             if supervised and not has_own_loss(self, kwargs):
                 return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
             kwargs |= {name: value for name, value in given.items() if value is not None}
-            if labels is not None and packed is None:
-                kwargs[LABELS] = labels
             settle_balance(self.config, kwargs)
-            return original.forward(self, *args, return_dict=return_dict, **kwargs)
+            told = self.base_model.__dict__
+            if packed is None:
+                told[LABELS] = dict(zip(names, args, strict=False)).get("labels", labels)
+            try:
+                return original.forward(self, *args, return_dict=return_dict, **kwargs)
+            finally:
+                told.pop(LABELS, None)
 
     setattr(forward, PACKS, True)
     return subclass(original, PackedCausalLM, forward=forward)

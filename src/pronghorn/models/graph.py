@@ -32,7 +32,7 @@ from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models.families import looks_tokens_up
 from pronghorn.models.graph_benefit import GraphBenefit
 from pronghorn.models.metadata import LAYERS
-from pronghorn.models.unpadded import UNPADDED
+from pronghorn.models.unpadded import CHECKPOINTING, MORE, UNPADDED
 
 Graph = Literal["auto", "on", "off"]
 MOST_GRAPHS = 4
@@ -302,18 +302,12 @@ def graphed_class(original: Any) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.get("packed")
         training = self.training and torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
-        names = "output_hidden_states", "output_attentions", "output_router_logits"
-        asked = {name: kwargs.get(name) for name in names}  # None: as the configuration says
+        asked = {name: kwargs.get(name) for name in MORE}  # None: as the configuration says
         told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
         looked = STEP in kwargs and not looks_tokens_up(self)  # by the pre-hook: else nobody knows what changed
         # of padded batches several forwards may come before their backward
-        if (
-            packed is None
-            or UNPADDED in kwargs
-            or args
-            or told
-            or not (training and looked and packed.cu_seqlens.is_cuda)
-        ):
+        captured = training and looked and UNPADDED not in kwargs
+        if packed is None or args or told or not captured or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 
@@ -341,10 +335,8 @@ def runs_of(backbone: Any) -> list[Any]:
 
 
 def _for_checkpointing(embedding: nn.Module) -> bool:
-    """Tell whether only hooks for reentrant checkpointing (`enable_input_require_grads`) make its output require a
-    gradient, which nobody reads then."""
-    names = {getattr(hook, "__name__", "") for hook in embedding._forward_hooks.values()}
-    return names <= {"make_inputs_require_grad", "make_inputs_require_grads"}  # PEFT's and transformers'
+    """Tell whether only hooks for reentrant checkpointing make its output require a gradient that nobody reads."""
+    return {getattr(hook, "__name__", "") for hook in embedding._forward_hooks.values()} <= {*CHECKPOINTING}
 
 
 def _hooks_saved_tensors() -> bool:

@@ -40,7 +40,7 @@ def share_metadata(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give all layers one PackedBatch, and let no mask be built: a forward pre-hook of the backbone."""
     narrow, mixes = kwargs.pop(LOSS_ROWS_ONLY, False), kwargs.pop(MIXES, None)
-    labels = kwargs.pop(LABELS, None)
+    labels = backbone.__dict__.pop(LABELS, None)
     packed = kwargs.get("packed")
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
@@ -48,14 +48,17 @@ def share_metadata(
     if packed is None:
         packed = stock_batch(kwargs, tokens)
     warn_of_attentions(backbone.config, kwargs)
-    _compute_all_rows(kwargs, packed)
-    if packed is None and mixes is None and not args and layers is not None and cache_of(kwargs) is None:
-        packed = unpad(backbone, kwargs, tokens, labels)
+    implementation_now = str(backbone.config._attn_implementation)
+    isolates = implementation_now.startswith(NAME_PREFIX)
+    alone = tokens is not None and not args and mixes is None and cache_of(kwargs) is None
+    # a data-parallel replica has the first model's layers
+    if packed is None and layers is not None and layers.backbone is backbone and alone and isolates:
+        packed = unpad(layers, kwargs, tokens, labels)
         tokens = tokens if packed is None else kwargs["position_ids"]
+    _compute_all_rows(kwargs, packed)
     if packed is None:
         return None
-    implementation_now = str(backbone.config._attn_implementation)
-    if not implementation_now.startswith(NAME_PREFIX):
+    if not isolates:
         raise UnsupportedError(
             f"attention implementation {implementation_now!r} can't isolate the documents of a packed row",
             "don't change it on an attached model, or detach first",

@@ -12,7 +12,7 @@ from pronghorn.attention.backends import Backend, choose, long_from
 from pronghorn.families.registry import family_of
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.layers.decoder import output_is_seen
+from pronghorn.layers.decoder import FusedLayers, output_is_seen
 from pronghorn.memory.plan import CODES_WRITTEN, Policy
 from pronghorn.memory.sharded import sharded
 from pronghorn.models.attach_options import chooses_codes
@@ -20,6 +20,7 @@ from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
 from pronghorn.models.one_by_one import LOADED_BY
+from pronghorn.models.unpadded import is_seen
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
 from pronghorn.text import counted
@@ -116,17 +117,20 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         *_float32_products(model.device),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
         PathTaken("loss", decisions.loss, loss_reason),
-        *_unpadded(decisions),
+        *_unpadded(handle.layers, decisions),
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
         PathTaken("activations", *_activations(handle, decisions, autocast)),
     ]
 
 
-def _unpadded(decisions: Decisions) -> list[PathTaken]:
+def _unpadded(layers: FusedLayers | None, decisions: Decisions) -> list[PathTaken]:
     """Say that padded batches that want no cache have the fused layers, too."""
-    if decisions.layers is LayersPath.STOCK:
+    if layers is None or decisions.layers is LayersPath.STOCK:
         return []
-    return [PathTaken("padded batches in training", "without their padding", "the mask says where it is")]
+    path = "without their padding", "the mask says where it is"
+    if is_seen(layers):
+        path = "padded, transformers' layers", "somebody's hook or forward is inside the backbone"
+    return [PathTaken("padded batches in training", *path)]
 
 
 def _sharing(model: Any) -> list[PathTaken]:

@@ -2,9 +2,10 @@
 
     [B, L] and a mask  ->  [1, T] and a PackedBatch  ->  layers  ->  [B, L, H], zeros where there was padding
 
-So trainers that pad (TRL's DPO, KTO, GRPO, rewards) and loops of one's own have these layers, too. It costs one
-synchronisation a forward: the mask says on the host how long each sequence is. What asks for more than the last hidden
-states, or for a cache of keys and values, goes transformers' way, padded.
+So trainers that pad (TRL's DPO, KTO, GRPO) and loops of one's own have these layers, too. It costs one synchronisation
+a forward: the mask says on the host how long each sequence is. What asks for more than the last hidden states, or for a
+cache of keys and values, what is learned from padding, and what somebody's hooks look at inside, goes transformers'
+way, padded.
 """
 
 from __future__ import annotations
@@ -17,38 +18,52 @@ from torch import Tensor
 
 from pronghorn.data.batch import TILE_ROWS, PackedBatch, round_up
 from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.layers.decoder import FusedLayers
+from pronghorn.layers.watch import hooks_in
+from pronghorn.memory.recompute import has_own_forward
 from pronghorn.models.families import rope_limit
 
-LABELS = "pronghorn_labels"
-"""The keyword by which a causal LM tells its backbone what it was given to learn."""
+LABELS = "_pronghorn_labels"
+"""The attribute by which a causal LM tells its backbone its labels: a keyword would reach its loss_function, too."""
 UNPADDED = "pronghorn_unpadded"
 """The keyword of (B, L, the real tokens' places in B·L) in a backbone's forward that has these tokens alone."""
-_READ = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-_MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
+_READ = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch")
+MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""By which a call or a configuration asks for more than the last hidden states."""
+_SHAPELESS = ("pronghorn.", "transformers.utils.", "torch.distributed.")
+"""Whose hooks don't mind how tokens lie: profile's, transformers' recorder's, FSDP2's."""
+CHECKPOINTING = ("make_inputs_require_grad", "make_inputs_require_grads")
+"""PEFT's and transformers' hooks of the embeddings, for reentrant checkpointing."""
 
 
-def unpad(backbone: Any, kwargs: dict[str, Any], tokens: Tensor, labels: Tensor | None) -> PackedBatch | None:
+def unpad(layers: FusedLayers, kwargs: dict[str, Any], tokens: Tensor, labels: Tensor | None) -> PackedBatch | None:
     """Put a padded batch's real tokens into `kwargs` in its place, and return their metadata; None: it stays.
 
     Args:
-        backbone: whose layers are fused.
-        kwargs: of its forward.
+        layers: of a backbone.
+        kwargs: of the backbone's forward.
         tokens: ids [B, L] or embeddings [B, L, H].
         labels: [B, L], unshifted, or None where nobody told.
     """
+    from transformers.utils.import_utils import is_tracing
+
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if tokens.dim() < 2 or not _is_plain(backbone, kwargs, tokens.shape[:2]):
+    if is_tracing(tokens) or tokens.dim() < 2 or not tokens.numel():  # a graph has no look at a mask
         return None
-    batch, length = tokens.shape[:2]
-    real = np.ones((batch, length), bool) if mask is None else mask.cpu().numpy().astype(bool)
+    batch, length = shape = tokens.shape[:2]
+    if not _is_plain(layers, kwargs, shape) or (labels is not None and labels.shape != shape):
+        return None
+    if mask is None:
+        real, learned = np.ones(shape, bool), []
+    else:  # both at once: one synchronisation
+        known = [mask.bool(), *([] if labels is None else [(labels != IGNORE_INDEX).to(mask.device)])]
+        real, *learned = torch.stack(known).cpu().numpy()
     lengths, first = real.sum(1), real.argmax(1)
     last = length - real[:, ::-1].argmax(1)
     if not lengths.all() or (lengths != last - first).any():  # padding inside a sequence
         return None
-    if labels is not None and mask is not None:
-        begins = np.flatnonzero(first)
-        if (labels.cpu().numpy()[begins, first[begins]] != IGNORE_INDEX).any():  # predicted from the padding before it
-            return None
+    if learned and (learned[0][:, 1:] & ~real[:, :-1]).any():  # predicted from padding
+        return None
     count = int(lengths.sum())
     tail = round_up(count, TILE_ROWS) - count
     places = torch.from_numpy(np.flatnonzero(real)).to(tokens.device)
@@ -62,23 +77,43 @@ def unpad(backbone: Any, kwargs: dict[str, Any], tokens: Tensor, labels: Tensor 
     return PackedBatch.build(documents, tokens=count + tail, padding=tail, device=tokens.device)
 
 
-def _is_plain(backbone: Any, kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
-    """Tell whether a forward takes tokens and a mask alone, and gives the last hidden states alone."""
-    config, most = backbone.config, rope_limit(backbone.config)
+def _is_plain(layers: FusedLayers, kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    """Tell whether a forward takes tokens and a mask alone, and nobody wants more than its last hidden states."""
+    backbone, config = layers.backbone, layers.backbone.config
+    most = rope_limit(config)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    learns = backbone.training and torch.is_grad_enabled()
-    caches = getattr(config, "use_cache", True) if kwargs.get("use_cache") is None else kwargs["use_cache"]
+    caches = kwargs.get("use_cache")
+    if caches is None:  # nobody asked: in training none is missed
+        caches = getattr(config, "use_cache", True) and not (backbone.training and torch.is_grad_enabled())
     others = [value for name, value in kwargs.items() if name not in _READ and isinstance(value, Tensor)]
-    asked = (getattr(config, name, False) if kwargs.get(name) is None else kwargs[name] for name in _MORE)
-    noise = backbone.training and getattr(backbone.get_input_embeddings(), "neftune_noise_alpha", None)
+    asked = (getattr(config, name, False) if kwargs.get(name) is None else kwargs[name] for name in MORE)
+    returns = getattr(config, "return_dict", True) if kwargs.get("return_dict") is None else kwargs["return_dict"]
     return (
-        (learns or not caches)
-        and not (others or any(asked) or noise)
-        and kwargs.get("return_dict") is not False
-        and (most is None or max(shape[1], TILE_ROWS) <= most)  # the tail is a document, too
+        not (caches or others or any(asked))
+        and bool(returns)
+        # the tail is a document, too, and padding has positions that count
+        and (most is None or (positions is None and max(shape[1], TILE_ROWS) <= most))
         and (mask is None or (isinstance(mask, Tensor) and mask.shape == shape))
         and (positions is None or (positions.dim() == 2 and positions.shape[1] == shape[1]))
+        # without a mask transformers begins a document wherever positions don't go on
+        and (positions is None or mask is not None or bool((positions.diff() == 1).all()))
+        and not is_seen(layers)
     )
+
+
+def is_seen(layers: FusedLayers) -> bool:
+    """Tell whether somebody's hooks or forwards are inside a backbone, who may expect [B, L, ...] there."""
+    backbone = layers.backbone
+    beside = hooks_in(child for child in backbone.children() if child is not backbone.layers)
+    hooks = [*layers.hooks(), *beside, *backbone._forward_pre_hooks.values()]  # what it gives is in its places again
+    return any(map(_is_strange, hooks)) or any(
+        map(has_own_forward, [backbone.get_input_embeddings(), *backbone.layers])
+    )
+
+
+def _is_strange(hook: Any) -> bool:
+    known = str(getattr(hook, "__module__", None)).startswith(_SHAPELESS)
+    return not known and getattr(hook, "__name__", None) not in CHECKPOINTING
 
 
 def put_back(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
