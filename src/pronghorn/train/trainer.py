@@ -210,12 +210,12 @@ class SFTTrainer(SharedLayersTrainer):
         """Compute the model's own loss, divided by `num_items_in_batch`: the supervised tokens of the accumulated batch
         on all ranks (gradients are averaged over ranks, hence the factor)."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
-        loss, aux = balance.separate(outputs, self.model, "packed" in inputs)
+        packs = self._packs_train or not model.training
+        loss, aux = balance.separate(outputs, self.model, inputs.get("packed"), packs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
         if aux is not None:
-            steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
-            loss = loss + aux / steps
+            loss = loss + aux / (1 if num_items_in_batch is None else self.current_gradient_accumulation_steps)
         return (loss, outputs) if return_outputs else loss
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
