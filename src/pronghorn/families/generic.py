@@ -6,7 +6,7 @@ proven on the loaded model, before the first step (`models.probe`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -70,6 +70,14 @@ def expert_counts(layer: nn.Module) -> Iterator[tuple[str, int]]:
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.dim() == 3 and len(parameter) > 1:
                     yield path, len(parameter)
+
+
+def routes(layers: Iterable[nn.Module]) -> bool:
+    """Tell whether tokens may go to experts in some layer: by `expert_counts`, or by a module's name (DBRX's experts
+    lie in one matrix). Their products' shapes, and so their roundings, depend on all tokens of a batch."""
+    layers = list(layers)
+    named = any("expert" in path for layer in layers for path, _ in layer.named_modules())
+    return named or any(True for layer in layers for _ in expert_counts(layer))
 
 
 TOLD = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern")

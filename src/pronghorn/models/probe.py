@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import PronghornError, UnsupportedError
-from pronghorn.families.generic import expert_counts, limits_to_cross, text_config
+from pronghorn.families.generic import limits_to_cross, routes, text_config
 from pronghorn.layers.linears import products_dtype
 from pronghorn.models.families import base_causal_lm, decoder_layers, rope_limit
 from pronghorn.models.generic import PACKING, GenericPacking, Way
@@ -206,7 +206,7 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     """Return the record with what is wrong in this way of packing, if anything is."""
     packing.take(found.way)
     row, layers = _Row.of(found.lengths, base.device), decoder_layers(base)
-    exact = not any(True for layer in layers for _ in expert_counts(layer))
+    exact = not routes(layers)
     embeddings = base.get_input_embeddings().weight
     found, vocabulary = replace(found, exact=exact, tolerance=TOLERANCE[products_dtype(embeddings)]), len(embeddings)
     generator = torch.Generator().manual_seed(0)
