@@ -143,11 +143,16 @@ def test_windows_of_configuration_and_modules_that_disagree(family: str, layers:
     """Before attach, and later: transformers' flash follows the modules, its masks the configuration."""
     model = tiny_model(family)
     held = model.model.layers[0].self_attn.sliding_window
+    said = model.config.sliding_window
     handle = attach(model, layers=layers)
-    model.config.sliding_window = 2
     told = f"sliding_window is {held}, and the configuration's 2"
-    with pytest.raises(UnsupportedError, match=told):
+    for _ in range(2):
+        model.config.sliding_window = said
         model(**BATCH)
+        model.config.sliding_window = 2
+        for _ in range(2):  # it is looked at once a build, and has to be refused each time
+            with pytest.raises(UnsupportedError, match=told):
+                model(**BATCH)
     handle.detach()
     with pytest.raises(UnsupportedError, match=told):
         attach(model, layers=layers)

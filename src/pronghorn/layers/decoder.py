@@ -85,8 +85,8 @@ class FusedLayers:
         self.backbone, self.builder = backbone, LayerBuilder(family, backend, compute)
         self._builds: list[_Build] = []
         """The last one used comes first; adapters that are switched off and on find the one before again."""
-        self._count = 0
-        self._merged = False
+        self._count, self._merged = 0, False
+        self.checked = 0  # the number of the build whose windows were looked at; the watch sees what changes them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
         """Return fused layers for the copied model, which builds its own blocks."""

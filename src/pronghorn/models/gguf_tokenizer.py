@@ -141,7 +141,7 @@ def _rebuild(path: Path, metadata: dict[str, Any]) -> Tokenizer:
         tokenizer = _byte_level(metadata, pre)
     elif kind == "llama":
         of_gemma = metadata["general.architecture"].startswith("gemma")
-        metadata = _gemma_s(metadata) if of_gemma else metadata
+        metadata = _with_pieces_of_spaces(metadata) if of_gemma else metadata
         tokenizer = _sentence_piece(metadata, of_gemma)
     else:
         raise UnsupportedError(
@@ -178,7 +178,7 @@ def _byte_level(metadata: dict[str, Any], pre: str) -> Tokenizer:
     return tokenizer
 
 
-def _gemma_s(metadata: dict[str, Any]) -> dict[str, Any]:
+def _with_pieces_of_spaces(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a Gemma with its own pieces of spaces alone, and the score of such pieces: files have
     spaces there, and a score below all others', as llama.cpp looks for them in the text beforehand."""
     from gguf import TokenType

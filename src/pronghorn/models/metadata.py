@@ -73,7 +73,6 @@ def share_metadata(
     if kwargs.get("position_ids") is None:
         raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
     check_rope(backbone, packed)
-    check_windows(backbone)
     check_mixing(mixes, packed)
     kwargs = {name: value for name, value in kwargs.items() if name not in _STOCK_METADATA}
     # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
@@ -83,6 +82,10 @@ def share_metadata(
         embeds = kwargs.get("inputs_embeds")
         stream = backbone.get_input_embeddings().weight if embeds is None else embeds
         kwargs[STEP] = layers.begin(packed, stream.dtype, narrow)
+    if layers is None or layers.checked != layers.generation:
+        check_windows(backbone)
+        if layers is not None:
+            layers.checked = layers.generation
     return args, {**kwargs, "packed": packed, "attention_mask": placeholder, "use_cache": False}
 
 

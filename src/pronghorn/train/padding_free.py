@@ -110,7 +110,7 @@ def settle(trainer: Any, handle: Handle, packs_train: bool, packs_eval: bool) ->
         evaluates = trainer.eval_dataset is not None and not packs_eval
         if generic and (why is not None or evaluates):
             require_padded(model)
-    asked = {"padding_free": args.padding_free, "compute": handle.options.compute is not Compute.DTYPE}
-    for name in (name for name, is_asked in asked.items() if is_asked and why is not None):
+    if why is not None and (args.padding_free or handle.options.compute is not Compute.DTYPE):
+        name = "padding_free" if args.padding_free else "compute"
         raise UnsupportedError(f"{name} with documents that have to be padded: {why}", f"leave {name} out")
     return why
