@@ -3,7 +3,8 @@ Pronghorn, each by its own trainer.
 
     python -m benchmarks.end_to_end --model SMOLLM2_FOLDER --train gsm8k/train.jsonl --held-out gsm8k/test.jsonl \\
         --out end-to-end.json
-    python -m benchmarks.end_to_end --model Llama-3.1-8B --steps 30 --only unsloth pronghorn --out end-to-end-8b.json
+    python -m benchmarks.end_to_end --model Llama-3.1-8B --train gsm8k/train.jsonl --steps 30 --only unsloth pronghorn
+    python -m benchmarks.end_to_end --model BLOOM-1B7 --lengths alpaca.json --tokens 1600 --micro-batches 4 --steps 12
 
 `trl` and `unsloth` are their defaults, `-best` what a user who reads on would set: no recomputation, and packing where
 that keeps documents apart without another attention library; `pronghorn-unpacked` is a script of TRL's with Pronghorn's
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,16 @@ from pronghorn.errors import ConfigError
 
 NAMES = [name for name in trainers.CANDIDATES if name != "evaluate"]
 SCRIPT = Path(trainers.__file__)
+
+
+def rows_of(lengths: Path, folder: Path) -> Path:
+    """Write rows of random letters, of as many bytes as a JSON file of lengths says: a shape's tokens are bytes."""
+    draw, rows = random.Random(0), []
+    for length in json.loads(lengths.read_text(encoding="utf-8")):
+        text = "".join(draw.choices("abcdefgh", k=length))
+        rows.append(json.dumps({"question": text[: length // 3], "answer": text[length // 3 :]}))
+    (folder / lengths.name).with_suffix(".jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return (folder / lengths.name).with_suffix(".jsonl")
 
 
 def tokens_of(model: Path, file: Path) -> list[int]:
@@ -69,7 +81,7 @@ def candidate(name: str, given: argparse.Namespace, python: str) -> dict[str, An
             found |= {"evaluated": parts.one("evaluate", given, command)}
             found |= {key: value for key, value in found["evaluated"].items() if key == "held_out_loss"}
         marks, updates = found["marks_s"], found["steps"]
-        trained = min(given.real_tokens, updates * given.documents * given.mean)
+        trained = min(given.real_tokens, updates * given.micro_batches * given.documents * given.mean)
         after = marks["trained"] - marks["first step"]
         rate = trained * (updates - 1) / updates / after if updates > 1 and after > 0 else None
         return found | {"wall_s": marks["saved"], "tokens_per_s": rate}
@@ -79,10 +91,14 @@ def arguments() -> argparse.ArgumentParser:
     """Declare the program's arguments."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="a model's folder, or a shape (random weights, not judged)")
-    parser.add_argument("--train", type=Path, required=True, help="JSON or JSON lines: GSM8K's, or instructions")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--train", type=Path, help="JSON or JSON lines: GSM8K's, or instructions")
+    data.add_argument("--lengths", type=Path, help="JSON list of lengths: random text of a shape")
     parser.add_argument("--held-out", type=Path, help="the same, to judge by")
     parser.add_argument("--held-out-rows", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=4096, help="of a packed row, and about those of a padded batch")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of an update, each of about --tokens")
+    parser.add_argument("--targets", nargs="+", help="linears that get adapters; otherwise Llama's names")
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=-1, help="end after so many updates")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
@@ -97,13 +113,14 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> bool:
     """Train by every candidate that is installed; tell whether all of these came through."""
-    for file in (given.train, given.held_out):
+    for file in (given.train, given.lengths, given.held_out):
         if file is not None and not file.is_file():
             raise ConfigError(f"{file} is not there", "give a file of JSON or JSON lines")
     pythons = dict(part.split("=", 1) for part in given.python)
     given.own = {name: str(Path(path).resolve()) for name, path in (part.split("=", 1) for part in given.own)}
     with tempfile.TemporaryDirectory() as scratch, Facts(given, "trl") as facts:
         shape = shape_of(given.model)
+        given.train = given.train or rows_of(given.lengths, Path(scratch))
         model = checkpoint_of(given.model, given.checkpoints or Path(scratch), seed=0).resolve()
         lengths = tokens_of(model, given.train)
         mean = sum(lengths) / len(lengths)
@@ -113,7 +130,8 @@ def main(given: argparse.Namespace) -> bool:
         given.train = given.train.resolve()
         given.held_out = None if shape is not None or given.held_out is None else given.held_out.resolve()
         facts |= {"model": Path(name).name, "train": given.train.name, "rows": len(lengths), "mean_tokens": mean}
-        facts |= {"documents_a_batch": given.documents, "tokens": given.tokens, "epochs": given.epochs}
+        facts |= {name: getattr(given, name) for name in ("tokens", "micro_batches", "targets", "epochs")}
+        facts["documents_a_batch"] = given.documents
         facts["skipped"] = []
         for one in list(given.only):
             if not is_installed(one, pythons.get(one, sys.executable)):
@@ -142,6 +160,7 @@ def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
         "first step, s": f"{marks['first step']:.1f}",
         "updates": found["steps"],
         "tokens/s": None if rate is None else f"{rate:,.0f}",
+        "first loss": f"{found['losses'][0]:.4f}",
         "peak, GiB": f"{found['peak_bytes'] / 2**30:.1f}",
         "held-out loss": f"{found['held_out_loss']:.4f}" if "held_out_loss" in found else None,
     }

@@ -20,8 +20,10 @@ MARKS: dict[str, float] = {}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def targets(given: dict[str, Any]) -> list[str]:
-    """Return the linears that get adapters: all of a layer, attention's where it has experts."""
+def targets(given: dict[str, Any]) -> Any:
+    """Return the linears that get adapters: those asked for, or all of a layer, attention's where it has experts."""
+    if given["targets"]:
+        return "all-linear" if given["targets"] == ["all-linear"] else given["targets"]
     config = json.loads((Path(given["model"]) / "config.json").read_text(encoding="utf-8"))
     routed = config.get("num_experts") or config.get("num_local_experts")
     return TARGETS[:4] if routed else TARGETS
@@ -45,9 +47,9 @@ def config_of(given: dict[str, Any], packs: bool, **more: Any) -> dict[str, Any]
     batch = 1 if packs else given["documents"]
     return {
         "output_dir": given["folder"] + "/out", "max_length": given["tokens"], "packing": packs,
-        "per_device_train_batch_size": batch, "gradient_accumulation_steps": 1, "num_train_epochs": given["epochs"],
-        "max_steps": given["steps"], "learning_rate": given["learning_rate"], "lr_scheduler_type": "linear",
-        "warmup_steps": 10, "logging_steps": 10, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "per_device_train_batch_size": batch, "gradient_accumulation_steps": given["micro_batches"],
+        "num_train_epochs": given["epochs"], "max_steps": given["steps"], "learning_rate": given["learning_rate"], "lr_scheduler_type": "linear",
+        "warmup_steps": 10, "logging_steps": 10, "logging_first_step": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "seed": 3407, "use_cpu": not torch.cuda.is_available(), **more,
     }  # fmt: skip
 
@@ -129,6 +131,7 @@ def pronghorn(
     from datasets import Dataset
 
     from pronghorn import FastLanguageModel, SFTTrainer
+    from pronghorn.models.attach import attached
 
     MARKS["imported"] = time.time()
     model, tokenizer = FastLanguageModel.from_pretrained(
@@ -139,7 +142,12 @@ def pronghorn(
     bf16 = torch.cuda.is_available() and not packs
     config = trainers.SFTConfig(**config_of(given, packs=packs, bf16=bf16))
     rows = Dataset.from_list(read_rows(given["train"]))
-    return finish(SFTTrainer(model, config, train_dataset=rows, tokenizer=tokenizer), given)
+    trainer = SFTTrainer(model, config, train_dataset=rows, tokenizer=tokenizer)
+    found, handle = finish(trainer, given), attached(trainer.model)
+    if handle is None:
+        return found
+    report = {path.part: f"{path.path} ({path.why})" for path in handle.report}
+    return found | {"paths": report, "graph_replays": handle.graphs.replays if handle.graphs else 0}
 
 
 def evaluate(given: dict[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-NOT_AMONG_FACTS = "Llama-3.2-3B", "Mixtral-8x7B", "gpt-oss-120b", "StarCoder2-3B"
+NOT_AMONG_FACTS = "Llama-3.2-3B", "Mixtral-8x7B", "gpt-oss-120b", "StarCoder2-3B", "BLOOM-1B7", "Falcon-Mamba-7B"
 
 
 def test_shapes_are_the_published_ones(shared: Path) -> None:

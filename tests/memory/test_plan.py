@@ -266,7 +266,7 @@ def test_unlike_layers_save_what_their_kinds_say() -> None:
     assert attach(models[1], made).plan == made
 
 
-NO_PLAN = "OLMoE-1B-7B", "LFM2-1.2B", "StarCoder2-3B", "DeepSeek-V2-Lite"
+NO_PLAN = "OLMoE-1B-7B", "LFM2-1.2B", "StarCoder2-3B", "DeepSeek-V2-Lite", "BLOOM-1B7", "Falcon-Mamba-7B"
 
 
 @pytest.mark.matrix(10)

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,14 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.models import auto_plan, causal_lm
 from pronghorn.models.attach import attach, attached
+from pronghorn.models.families import base_causal_lm
+from pronghorn.models.lora import add_lora
 from pronghorn.train import prepared_model
-from pronghorn.train.oom_retry import OomRetry, OutOfMemory, _forget, tighten
+from pronghorn.train.oom_retry import OomRetry, OutOfMemory, _forget, _tighter_plan, tighten
 from pronghorn.train.prepared_model import TighterPlans
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
+from support.generic import generic_model
 from support.processes import WORLD, together
 from support.tiny import packed_row, tiny_model
 
@@ -573,3 +577,30 @@ def test_a_plan_that_was_made_is_made_again_for_a_little_less(monkeypatch: pytes
     room[0] = 2**40
     monkeypatch.setattr(prepared_model, "processes", lambda: 2)
     assert TighterPlans(model, arguments, padded=not arguments.packing, autocast=None)(made) == tighten(made)
+
+
+@pytest.mark.parametrize(
+    ("asked", "resolved"),
+    [
+        (Plan.asked("auto"), Policy.KEEP),
+        (Plan.asked("auto", budget_bytes=2**30), Policy.RECOMPUTE_LAYER),
+        (Plan.asked("auto", feed_forward="tiled"), Policy.RECOMPUTE_LAYER),
+        (Plan.asked(True), Policy.RECOMPUTE_LAYER),
+    ],
+)
+def test_what_no_plan_is_made_for_keeps_everything_until_memory_runs_out(
+    asked: Plan, resolved: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generic family on one GPU: nobody knows what its layers keep."""
+    model = add_lora(generic_model("starcoder2"), r=2)
+    handle = attach(model, replace(asked, mlp_rows=0))
+    assert handle.plan is not None
+    handle.plan = replace(handle.plan, mlp_rows=asked.mlp_rows)
+    monkeypatch.setattr(type(handle.model), "device", torch.device("cuda"))
+    made = auto_plan.resolve(handle, 2, 64, packs=False, autocast=None, accumulates=False)
+    assert made is not None and made is handle.plan and made.policies == (resolved,)
+    if resolved is Policy.KEEP:
+        assert not base_causal_lm(model).is_gradient_checkpointing
+        again, followed = _tighter_plan(model, TighterPlans(model, SFTConfig("nowhere", bf16=False), True, None))
+        assert again == handle.plan and followed and policies(model) == (Policy.RECOMPUTE_LAYER,)
+        assert base_causal_lm(model).is_gradient_checkpointing

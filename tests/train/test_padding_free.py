@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
 
 from pronghorn import SFTTrainer, attach
-from pronghorn.data.batch import TILE_ROWS
+from pronghorn.data.batch import TILE_ROWS, PackedBatch
 from pronghorn.data.dealing import ByLength
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError, UnsupportedError
@@ -230,3 +230,36 @@ def test_batches_that_one_process_reads_for_all_are_padded(
     model, how = add_lora(tiny_model("llama"), r=2), {"dispatch_batches": asked}
     trainer = trainer_of(SFTTrainer, tmp_path, model, train_dataset=rows, accelerator_config=how)
     assert ("one process read for all" in (trainer.padded or "")) == pads
+
+
+class Graphs:
+    """In the place of a model's."""
+
+    replayed = True
+
+
+def test_rows_have_few_lengths_while_graphs_of_them_are_replayed() -> None:
+    """Else a graph would be captured for nearly every micro-batch, and hardly one replayed."""
+    collate = padding_free.EndToEnd(0, TILE_ROWS, Graphs(), longest_tail=1024)  # type: ignore[arg-type]
+
+    def row(tokens: int) -> PackedBatch:
+        return collate([{"input_ids": [5] * (tokens - 9)}, {"input_ids": [6] * 9}])["packed"]
+
+    found = [row(tokens) for tokens in range(1000, 6000, 7)]
+    lengths = {packed.tokens for packed in found}
+    assert lengths == {1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144}
+    assert max(packed.padding / packed.tokens for packed in found) <= 0.2
+    assert max(packed.padding for packed in found) <= 1024
+    assert {row(tokens).tokens for tokens in (10, 64, 65, 300)} == {64, 128, 320}
+    assert row(20_000).tokens == 20_480, "no document of a tail is longer than the model's may be"
+    collate.graphs.replayed = False  # type: ignore[union-attr]
+    assert row(1000).tokens == 1024 and row(5000).tokens == 5056
+    graphs: Any = Graphs()
+    sent = pickle.loads(pickle.dumps(padding_free.EndToEnd(0, graphs=graphs)))
+    assert sent([{"input_ids": [5] * 5000}])["packed"].tokens == 5120
+
+
+def test_a_user_s_multiple_is_kept_where_few_lengths_are_wanted() -> None:
+    collate = padding_free.EndToEnd(0, 48, Graphs())  # type: ignore[arg-type]
+    for tokens in (10, 100, 1000, 5000):
+        assert collate([{"input_ids": [5] * tokens}])["packed"].tokens % 48 == 0

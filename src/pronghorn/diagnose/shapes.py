@@ -122,6 +122,7 @@ _DEEPSEEK_V2_LITE: dict[str, Any] = {
     **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     **{"first_k_dense_replace": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
 }
+_FALCON_MAMBA = {"state_size": 16, "conv_kernel": 4, "expand": 2, "time_step_rank": 256, "use_conv_bias": True}
 _MIXTRAL = _rope(1e6, num_local_experts=8, num_experts_per_tok=2)
 _OLMOE = _rope(1e4, num_experts=64, num_experts_per_tok=8)
 _TABLE: dict[str, tuple[Any, ...]] = {
@@ -150,6 +151,8 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "LFM2-1.2B": ("lfm2", 16, 2048, 12288, 32, 8, 64, 65536, True, 1e-5, 128000, _LFM2),
     "StarCoder2-3B": ("starcoder2", 30, 3072, 12288, 24, 2, 128, 49152, True, 1e-5, 16384, _STARCODER2),
     "DeepSeek-V2-Lite": ("deepseek_v2", 27, 2048, 10944, 16, 16, 64, 102400, False, 1e-6, 163840, _DEEPSEEK_V2_LITE),
+    "BLOOM-1B7": ("bloom", 24, 2048, 8192, 16, 16, 128, 250880, True, 1e-5, 2048, {}),
+    "Falcon-Mamba-7B": ("falcon_mamba", 64, 4096, 8192, 1, 1, 1, 65024, False, 1e-5, 8192, _FALCON_MAMBA),
     "tiny-moe": ("qwen3_moe", 3, 64, 96, 4, 2, 16, 512, False, 1e-6, 8192, _qwen3_moe(8, 2, 32)),
     "tiny-gpt-oss": ("gpt_oss", 4, 64, 32, 4, 2, 16, 512, False, 1e-5, 8192, _gpt_oss(8, 2, 16)),
     "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 40960, _qwen3_moe(128, 8, 768)),

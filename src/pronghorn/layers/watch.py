@@ -11,6 +11,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pronghorn.kernels.packed import PackedTensor
@@ -98,3 +99,10 @@ def hooks_in(roots: Iterable[nn.Module], watch: Watch | None = None) -> list[Any
         return watch.hooks()
     modules = [module for root in roots for module in root.modules()]
     return [hook for module in modules for name in HOOKS for hook in getattr(module, name).values()]
+
+
+def hooks_saved_tensors() -> bool:
+    """Tell whether somebody moves what autograd saves elsewhere (TRL's activation offloading), or recomputes it: a
+    capture would be of that, and a replay saves nothing."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None

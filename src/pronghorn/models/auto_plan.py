@@ -229,8 +229,9 @@ def resolve(
 ) -> Plan | None:
     """Return an attached model's plan; make it now where `auto` waited for the size of a micro-batch.
 
-    That is `rows` times `row_tokens` (0: unknown). Models on the CPU or several devices, those whose experts are not
-    Pronghorn's, and padded batches of any with experts, which no plan is made for, recompute their layers.
+    That is `rows` times `row_tokens` (0: unknown). Models on the CPU or several devices recompute their layers. What no
+    plan is made for (`refusal`) keeps everything until memory runs out, which the trainer survives once by recomputing
+    (`train.oom_retry`); it recomputes where there is a budget, or other processes would wait.
 
     Args:
         packs: rows are packed, not padded.
@@ -243,7 +244,8 @@ def resolve(
     if asked is None or not asked.undecided or not tokens or not together or model.device.type != "cuda":
         return asked
     if refusal(model, fused=packs and handle.fuses) is not None:
-        return asked
+        tries = asked.budget_bytes is None and not asked.mlp_rows and processes() == 1
+        return handle.replan(Plan.keep()).plan if tries else asked
     padded = 0 if packs else rows
     made = plan_for(
         model,

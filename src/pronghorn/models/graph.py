@@ -28,6 +28,7 @@ from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.layers.decoder import RUN, STEP, FusedLayers
 from pronghorn.layers.step import Step
 from pronghorn.layers.subclass import moving, subclass
+from pronghorn.layers.watch import hooks_saved_tensors
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models.families import looks_tokens_up
 from pronghorn.models.graph_benefit import GraphBenefit
@@ -35,8 +36,8 @@ from pronghorn.models.metadata import LAYERS
 from pronghorn.models.unpadded import CHECKPOINTING, MORE, UNPADDED
 
 Graph = Literal["auto", "on", "off"]
-MOST_GRAPHS = 4
-"""Different numbers of documents (`room_for`) that are captured; rows of others run without a graph."""
+MOST_GRAPHS = 8
+"""Different numbers of tokens and documents (`room_for`) that are captured; rows of others run without a graph."""
 WARM_UPS = 2
 
 
@@ -102,6 +103,11 @@ class BackboneGraphs:
         asked = self._refusal, self._longest, self._settle
         backbone, asked = copy.deepcopy((self._backbone, asked), memo)
         return BackboneGraphs(backbone, self._plain, self._benefit is None, *asked)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether forwards go through graphs, as far as is known."""
+        return self._refused is None and not self.hooked and (self._benefit is None or self._benefit.wanted)
 
     @property
     def state(self) -> tuple[str, str]:
@@ -312,7 +318,7 @@ def graphed_class(original: Any) -> type[nn.Module]:
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 
         graphs: BackboneGraphs = self._pronghorn_graphs
-        graphs.hooked = _hooks_saved_tensors()
+        graphs.hooked = hooks_saved_tensors()
         if graphs.hooked or graphs.paused:
             return plain(self, *args, **kwargs)
         embeds: Any = kwargs.get("inputs_embeds")
@@ -337,13 +343,6 @@ def runs_of(backbone: Any) -> list[Any]:
 def _for_checkpointing(embedding: nn.Module) -> bool:
     """Tell whether only hooks for reentrant checkpointing make its output require a gradient that nobody reads."""
     return {getattr(hook, "__name__", "") for hook in embedding._forward_hooks.values()} <= {*CHECKPOINTING}
-
-
-def _hooks_saved_tensors() -> bool:
-    """Tell whether somebody moves what autograd saves elsewhere (TRL's activation offloading), or recomputes it: a
-    capture would be of that, and a replay saves nothing."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
 
 
 @contextmanager

@@ -6,21 +6,26 @@ What can't keep them apart is padded: families that the probe refuses, and what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from pronghorn.data.batch import TILE_ROWS, Collator, round_up
 from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
-from pronghorn.models.attach import Handle
+from pronghorn.models.attach import Handle, attached
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import balances_experts, base_causal_lm, rope_limit
 from pronghorn.models.generic import PACKING
+from pronghorn.models.graph import BackboneGraphs
 from pronghorn.models.metadata import mixing_adapter
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
 from pronghorn.precision.compute import Compute
+
+LONGEST_TAIL = 2048
+"""Tokens of a row's tail where few lengths of rows are wanted: graphs serve no rows with long documents, and a tail is
+one."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,15 @@ class EndToEnd:
     Args:
         pad_token_id: what fills the tail (None: 0).
         multiple: of tokens; so that few lengths of rows differ.
+        graphs: which are captured for a row's length; while they are replayed rows have some more tokens in their tails
+            (`grid`), so that few lengths are left. Processes that read ahead keep what was known when they began.
+        longest_tail: tokens that rows may have in their tails.
     """
 
     pad_token_id: int | None
     multiple: int = TILE_ROWS
+    graphs: BackboneGraphs | Fixed | None = field(default=None, compare=False)
+    longest_tail: int = LONGEST_TAIL
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate documents of `input_ids` and, where not all tokens are trained, `labels` (unshifted): lists, arrays
@@ -45,7 +55,28 @@ class EndToEnd:
             "labels": [*chain(*map(_listed, labels))],
             "lengths": [len(each) for each in ids],
         }
-        return Collator(round_up(len(whole["input_ids"]), self.multiple), self.pad_token_id)([whole])
+        tokens = len(whole["input_ids"])
+        step = self.multiple
+        if self.graphs is not None and self.graphs.replayed:
+            step *= max(1, min(grid(tokens), self.longest_tail) // step)
+        return Collator(round_up(tokens, step), self.pad_token_id)([whole])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the graphs, and the model, where they are."""
+        known = self.graphs is not None and self.graphs.replayed
+        return {**self.__dict__, "graphs": Fixed(known)}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What was known of graphs when it was sent to another process."""
+
+    replayed: bool
+
+
+def grid(tokens: int) -> int:
+    """Return what a row's tokens are rounded up to a multiple of where few lengths are wanted: four in an octave."""
+    return max(1 << (tokens - 1).bit_length() >> 3, 1)
 
 
 def _listed(values: Any) -> list[int]:
@@ -57,9 +88,10 @@ def joining(trainer: Any, pad_token_id: int | None) -> EndToEnd:
     base = base_causal_lm(trainer.model)
     if PACKING in base.__dict__ and balances_experts(base.config):
         return EndToEnd(pad_token_id, 1)  # transformers' auxiliary loss would count the tail
-    limits = [rope_limit(base.config), getattr(base.config, "max_position_embeddings", None)]
-    multiple = int(trainer.args.pad_to_multiple_of or TILE_ROWS)
-    return EndToEnd(pad_token_id, min([multiple, *(limit for limit in limits if limit and limit > 0)]))
+    limits = [rope_limit(base.config), getattr(base.config, "max_position_embeddings", None), LONGEST_TAIL]
+    most, handle = min(limit for limit in limits if limit and limit > 0), attached(trainer.model)
+    multiple = min(int(trainer.args.pad_to_multiple_of or TILE_ROWS), most)
+    return EndToEnd(pad_token_id, multiple, None if handle is None else handle.graphs, most)
 
 
 def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
