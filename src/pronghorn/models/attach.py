@@ -30,6 +30,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.build import watched
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.isolated_delta import delta_nets, isolate_delta_nets
+from pronghorn.layers.lora_linear import use_one_function
 from pronghorn.layers.short_conv import isolate_convolutions
 from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
@@ -161,7 +162,10 @@ class Handle:
         """Take over adapters that PEFT has added since `attach`.
 
         Those on experts are computed beside these; for others weights are merged with room at the next packed forward.
+        In generic families each linear that has one trains by one function.
         """
+        if PACKING in self.model.__dict__ and self.options.fuses_lora(self.model):
+            use_one_function(self.model)
         if self.experts is not None:
             self.experts.adopt()
         if self.layers is not None:
@@ -305,8 +309,9 @@ def _attach_generic(base: Any, options: AttachOptions) -> Handle:
     base.__class__ = generic_class(previous)
     isolate_convolutions(base)
     setattr(base, PACKING, packing)
-    base._pronghorn_handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, ())
-    return base._pronghorn_handle
+    handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, ())
+    base._pronghorn_handle = handle
+    return handle.adopt_adapters()
 
 
 def _add_graphs(model: Any, options: AttachOptions) -> BackboneGraphs:

@@ -113,6 +113,10 @@ class AttachOptions:
             return False
         return wanted and self.backend != "masked" and self.experimental.packing_metadata == "once"
 
+    def fuses_lora(self, model: Any) -> bool:
+        """Tell whether LoRA linears of a generic family train by one function each."""
+        return self.layers == "auto" and next(model.parameters()).is_cuda
+
     def graphs(self, model: Any) -> bool:
         """Tell whether a model's layers may be launched as CUDA graphs."""
         return self.fuses(model) and self.graph != "off" and next(model.parameters()).is_cuda

@@ -13,6 +13,7 @@ from pronghorn.families.registry import family_of
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers, output_is_seen
+from pronghorn.layers.lora_linear import lora_linears
 from pronghorn.memory.plan import CODES_WRITTEN, Policy
 from pronghorn.memory.sharded import sharded
 from pronghorn.models.attach_options import chooses_codes
@@ -157,12 +158,13 @@ def _render_generic(handle: Handle) -> list[PathTaken]:
     isolation = packing.isolation
     apart = "not probed: no packed batch came" if isolation is None else str(isolation)
     way = "one document a row" if packing.way is None else str(packing.way)
-    installed = handle.installed
+    installed, n = handle.installed, len(lora_linears(handle.model))
     on = recomputes_layers(handle.model)
     activations = ("recompute the layer" if on else Policy.KEEP.value, "gradient checkpointing")
     return [
         PathTaken("packed documents", way, apart),
         PathTaken("decoder layers", LayersPath.STOCK, f"no family file knows {handle.model.config.model_type}"),
+        *([PathTaken("LoRA", "one function a linear in training", counted(n, "linear"))] if n else []),
         PathTaken("loss", LossPath.SUPERVISED, "where the model's forward keeps only their logits"),
         PathTaken("padded batches, generate()", "transformers' own", "they carry a mask or a cache"),
         PathTaken("activations", *(activations if installed is None else installed.path())),
