@@ -224,6 +224,19 @@ def test_another_adapter_and_another_scale_are_read_at_once() -> None:
             torch.testing.assert_close(found[name], value, msg=name)
 
 
+def test_what_it_gives_may_be_written_in_place() -> None:
+    """As Llama 4's layers do."""
+    model, x = adapted(), torch.randn(2, 3, 40)
+    expected = step(model, x)
+    use_one_function(model)
+    y = model(x.requires_grad_())
+    y[:, 1] *= 2
+    y.mul_(0.5)
+    assert torch.allclose(y[:, 1], expected["y"][:, 1], atol=1e-6)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
 def test_second_derivatives_are_refused() -> None:
     model = adapted()
     use_one_function(model)
@@ -266,7 +279,7 @@ def test_attach_uses_it_and_detach_takes_it_off(
 ) -> None:
     model = generic_model(model_type)
     base = model
-    assert not attach(generic_model(model_type)).adopt_adapters().options.fuses_lora(model)  # on the CPU
+    assert not lora_linears(attach(add_lora(generic_model(model_type), r=2)).model)  # on the CPU
     monkeypatch.setattr(AttachOptions, "fuses_lora", lambda self, model: self.layers == "auto")
     if added == "before":
         model = add_lora(model, r=2)

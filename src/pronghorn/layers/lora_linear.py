@@ -24,30 +24,29 @@ from pronghorn.layers.watch import HOOKS
 
 
 class _LoRALinear(torch.autograd.Function):
+    """y [T, N] of x [T, K]."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
         low, high = a.to(x.dtype), b.to(x.dtype)
-        xa = flat @ low.t()
-        y = linear(flat, weight, bias).addmm_(xa, high.t(), alpha=scale)
-        ctx.save_for_backward(flat, weight, low, high, xa)
-        ctx.scale, ctx.shape, ctx.dtypes = scale, x.shape, (a.dtype, b.dtype)
-        return y.view(*x.shape[:-1], len(weight))
+        xa = x @ low.t()
+        ctx.save_for_backward(x, weight, low, high, xa)
+        ctx.scale, ctx.dtypes = scale, (a.dtype, b.dtype)
+        return linear(x, weight, bias).addmm_(xa, high.t(), alpha=scale)
 
     @staticmethod
     @refuse_second_derivatives
     def backward(ctx: Any, dy: Tensor) -> Any:
-        flat, weight, low, high, xa = ctx.saved_tensors
+        x, weight, low, high, xa = ctx.saved_tensors
         wants_x, _, _, wants_a, wants_b, _ = ctx.needs_input_grad
-        dy = dy.reshape(-1, dy.shape[-1])
         dya = torch.addmm(dy.new_empty(1, 1), dy, high, beta=0, alpha=ctx.scale)
         dx = da = db = None
         if wants_x:
-            dx = (dy @ weight).addmm_(dya, low).view(ctx.shape)
+            dx = (dy @ weight).addmm_(dya, low)
         if wants_a:
-            da = matmul(dya.t(), flat, ctx.dtypes[0])
+            da = matmul(dya.t(), x, ctx.dtypes[0])
         if wants_b:
             db = matmul(dy.t(), xa, ctx.dtypes[1]).mul_(ctx.scale)
         return dx, None, None, da, db, None
@@ -61,8 +60,9 @@ def _class(original: Any) -> type[nn.Module]:
         adapter = None if args or kwargs else _served(self, x)
         if adapter is None:
             return original.forward(self, x, *args, **kwargs)
-        base, dtype = self.base_layer, products_dtype(x)
-        return _LoRALinear.apply(x.to(dtype), base.weight, base.bias, adapter.a, adapter.b, adapter.scale)
+        base, rows = self.base_layer, x.to(products_dtype(x)).reshape(-1, x.shape[-1])
+        y = _LoRALinear.apply(rows, base.weight, base.bias, adapter.a, adapter.b, adapter.scale)
+        return y.view(*x.shape[:-1], y.shape[-1])  # here: of a view made in the function nobody could write in place
 
     return subclass(original, forward=functools.wraps(original.forward)(forward))
 
