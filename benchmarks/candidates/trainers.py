@@ -48,8 +48,10 @@ def config_of(given: dict[str, Any], packs: bool, **more: Any) -> dict[str, Any]
     return {
         "output_dir": given["folder"] + "/out", "max_length": given["tokens"], "packing": packs,
         "per_device_train_batch_size": batch, "gradient_accumulation_steps": given["micro_batches"],
-        "num_train_epochs": given["epochs"], "max_steps": given["steps"], "learning_rate": given["learning_rate"], "lr_scheduler_type": "linear",
-        "warmup_steps": 10, "logging_steps": 10, "logging_first_step": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "num_train_epochs": given["epochs"], "max_steps": given["steps"],
+        "learning_rate": given["learning_rate"], "lr_scheduler_type": "linear",
+        "warmup_steps": 10, "logging_steps": 10, "logging_first_step": True,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "seed": 3407, "use_cpu": not torch.cuda.is_available(), **more,
     }  # fmt: skip
 

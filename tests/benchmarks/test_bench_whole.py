@@ -240,6 +240,14 @@ def test_rows_are_read_from_questions_and_instructions(tmp_path: Path) -> None:
     assert trainers.read_rows(str(file)) == [{"prompt": "a\nb\n", "completion": "c"}]
 
 
+def test_random_text_has_the_lengths_that_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[7, 40, 3]")
+    rows = trainers.read_rows(str(end_to_end.rows_of(tmp_path / "lengths.json", tmp_path)))
+    assert [len(row["prompt"] + row["completion"]) for row in rows] == [8, 41, 4]  # a line ends after the prompt
+    assert trainers.targets({"targets": ["all-linear"]}) == "all-linear"
+    assert trainers.targets({"targets": ["in_proj", "x_proj"]}) == ["in_proj", "x_proj"]
+
+
 def test_data_that_are_missing_are_told_before_anything_runs(tmp_path: Path) -> None:
     done = programs.invoke(end_to_end, "--model", "tiny", "--train", tmp_path / "nothing.jsonl")
     assert done.exit_code == 1 and "nothing.jsonl is not there" in done.stderr

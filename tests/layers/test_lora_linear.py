@@ -127,7 +127,6 @@ def test_in_16_bits_it_is_as_near_as_peft(
         assert off <= 2 * allowed + torch.finfo(dtype).eps * value.norm(), name
 
 
-
 @pytest.mark.parametrize("frozen", ["x", "lora_A", "lora_B"])
 def test_what_wants_no_gradient_gets_none(frozen: str) -> None:
     model = adapted()
@@ -178,8 +177,8 @@ def own_forward(model: Any) -> None:
 
 
 PEFTS: list[tuple[dict[str, Any], Callable[[Any], None]]] = [
-    ({}, with_hook), ({}, disabled), ({}, merged), ({}, second_adapter), ({}, evaluating), ({}, full), ({}, own_forward),
-    ({"lora_dropout": 0.5}, lambda model: None), ({"use_dora": True}, lambda model: None),
+    ({}, with_hook), ({}, disabled), ({}, merged), ({}, second_adapter), ({}, evaluating), ({}, full),
+    ({}, own_forward), ({"lora_dropout": 0.5}, lambda model: None), ({"use_dora": True}, lambda model: None),
     ({"lora_bias": True}, lambda model: None),
 ]  # fmt: skip
 
@@ -274,9 +273,7 @@ def test_a_copy_is_its_own_and_pickles() -> None:
 
 @pytest.mark.parametrize("added", ["before", "after"])
 @pytest.mark.parametrize("model_type", ["starcoder2", "bloom"])
-def test_attach_uses_it_and_detach_takes_it_off(
-    model_type: str, added: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attach_uses_it_and_detach_takes_it_off(model_type: str, added: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = generic_model(model_type)
     base = model
     assert not lora_linears(attach(add_lora(generic_model(model_type), r=2)).model)  # on the CPU

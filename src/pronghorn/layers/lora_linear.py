@@ -27,9 +27,7 @@ class _LoRALinear(torch.autograd.Function):
     """y [T, N] of x [T, K]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         low, high = a.to(x.dtype), b.to(x.dtype)
         xa = x @ low.t()
         ctx.save_for_backward(x, weight, low, high, xa)
@@ -90,9 +88,9 @@ def use_one_function(model: nn.Module) -> None:
     """
     from peft.tuners.lora import Linear
 
-    for module in model.modules():
-        if type(module) is Linear:
-            module.__class__ = _class(Linear)
+    linears: list[Any] = [module for module in model.modules() if type(module) is Linear]
+    for each in linears:
+        each.__class__ = _class(Linear)
 
 
 def lora_linears(model: nn.Module) -> list[nn.Module]:
