@@ -71,3 +71,4 @@ def test_a_family_that_mixes_is_refused_packed_and_trains_unpacked(
     more = {"packing": {"enabled": False}}
     record = run(make("unpacked", **changes(folder, method, **more)), QUIET)
     assert record.heldout["after"] < record.heldout["before"]
+    assert record.paths[0]["path"].startswith("padded") and "Mamba2Mixer" in record.paths[0]["why"]

@@ -113,7 +113,7 @@ def test_the_same_recipe_gives_the_same_run(recipe: Any, tmp_path: Path) -> None
         {"adapter": {"method": "full"}},
         {"train": {"gradient_accumulation_steps": 2, "deterministic": False, "max_steps": 3}},
     ],
-    ids=["padded", "recompute", "full", "accumulation"],
+    ids=["unpacked", "recompute", "full", "accumulation"],
 )
 def test_other_recipes(recipe: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
     record = run(recipe(**changes), QUIET)
@@ -121,6 +121,8 @@ def test_other_recipes(recipe: Any, tmp_path: Path, changes: dict[str, Any]) -> 
     recompute = changes.get("memory", {}).get("gradient_checkpointing", False)
     paths = {path["part"]: path["path"] for path in record.paths}
     assert paths["activations"] == ("recompute the layer" if recompute else "keep")
+    unpacked = "end to end in one row, without padding" if "enabled" in changes.get("packing", {}) else None
+    assert paths.get("documents") == unpacked
     assert (tmp_path / "run" / ("model" if changes.get("adapter") else "adapter")).is_dir()
 
 

@@ -21,6 +21,7 @@ from pronghorn.models.graph import BackboneGraphs
 from pronghorn.models.metadata import mixing_adapter
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
+from pronghorn.models.report import PathTaken
 from pronghorn.precision.compute import Compute
 
 LONGEST_TAIL = 2048
@@ -113,6 +114,15 @@ def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
     if limit is not None and (most or limit + 1) > limit:
         return f"beyond {limit:,} tokens this model's RoPE depends on the longest document of a row"
     return "the model's loss_function is its own" if has_own_loss(base) else None
+
+
+def how_batched(trainer: Any, packs: bool) -> list[PathTaken]:
+    """Say how a trainer's documents lie in its batches: the line of a run without packing, beside those of its model."""
+    if packs:
+        return []
+    if trainer.padded is not None:
+        return [PathTaken("documents", "padded to the longest of a micro-batch", trainer.padded)]
+    return [PathTaken("documents", "end to end in one row, without padding", "packing is off")]
 
 
 def settle(trainer: Any, handle: Handle, packs_train: bool, packs_eval: bool) -> str | None:

@@ -37,6 +37,7 @@ from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
 from pronghorn.train.live import LivePage
 from pronghorn.train.model_card import write_cards
+from pronghorn.train.padding_free import how_batched
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord, steps_of_log
 from pronghorn.train.report import write_report
@@ -358,6 +359,7 @@ def _record(
     """Return what is known of the run, without what is measured after training if it still trains."""
     recipe, state, documents, heldout = current.recipe, current.state, current.documents, current.heldout
     model: Any = current.trainer.model
+    taken = current.handle.paths(autocast_dtype(recipe))
     return RunRecord(
         recipe=recipe.to_dict(),
         model=recipe.model.name,
@@ -372,7 +374,7 @@ def _record(
             "split": documents.split,
             "sources": [asdict(count) for count in documents.counts],
         },
-        paths=[vars(path) for path in current.handle.paths(autocast_dtype(recipe))],
+        paths=[*map(vars, how_batched(current.trainer, recipe.packing.enabled)), *map(vars, taken)],
         steps=steps_of_log(history),
         heldout={
             "before": state.eval_loss_before,
