@@ -117,7 +117,7 @@ def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
 
 
 def how_batched(trainer: Any, packs: bool) -> list[PathTaken]:
-    """Say how a trainer's documents lie in its batches: the line of a run without packing, beside those of its model."""
+    """Say how documents lie in batches: the line of a run without packing, beside those of its model."""
     if packs:
         return []
     if trainer.padded is not None:
