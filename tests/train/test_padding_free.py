@@ -197,6 +197,12 @@ def test_a_collator_that_was_set_after_the_trainer_was_made_is_used(tmp_path: Pa
     assert set(seen) == {BATCH}
 
 
+def test_a_multiple_that_was_asked_for_is_kept_where_documents_may_be_so_long(tmp_path: Path) -> None:
+    model = add_lora(tiny_model("llama", max_position_embeddings=8192), r=2)
+    trainer = trainer_of(SFTTrainer, tmp_path, model, pad_to_multiple_of=4096)
+    assert next(iter(trainer.get_train_dataloader()))["packed"].tokens == 4096
+
+
 class ReadsLogits(SFTTrainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.args.padding_free or model(**inputs).logits is not None

@@ -25,8 +25,8 @@ from pronghorn.models.report import PathTaken
 from pronghorn.precision.compute import Compute
 
 LONGEST_TAIL = 2048
-"""Tokens of a row's tail where few lengths of rows are wanted: graphs serve no rows with long documents, and a tail is
-one."""
+"""The most tokens that are added so that a row's length is one of few: a tail is a document, and graphs serve no rows
+with long ones."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class EndToEnd:
     Args:
         pad_token_id: what fills the tail (None: 0).
         multiple: of tokens; so that few lengths of rows differ.
-        graphs: which are captured for a row's length; while they are replayed rows have some more tokens in their tails
-            (`grid`), so that few lengths are left. Processes that read ahead keep what was known when they began.
-        longest_tail: tokens that rows may have in their tails.
+        graphs: of the model, each of which serves one length of rows. While they are replayed lengths are rounded up
+            further (`grid`), so that few are left. Worker processes keep what was known when they began.
+        longest_tail: the most tokens that this may add to a row.
     """
 
     pad_token_id: int | None
     multiple: int = TILE_ROWS
-    graphs: BackboneGraphs | Fixed | None = field(default=None, compare=False)
+    graphs: BackboneGraphs | KnownGraphs | None = field(default=None, compare=False)
     longest_tail: int = LONGEST_TAIL
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -65,12 +65,12 @@ class EndToEnd:
     def __getstate__(self) -> dict[str, Any]:
         """Leave the graphs, and the model, where they are."""
         known = self.graphs is not None and self.graphs.replayed
-        return {**self.__dict__, "graphs": Fixed(known)}
+        return {**self.__dict__, "graphs": KnownGraphs(known)}
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """What was known of graphs when it was sent to another process."""
+class KnownGraphs:
+    """What was known of a model's graphs when a collator was sent to another process."""
 
     replayed: bool
 
@@ -89,10 +89,10 @@ def joining(trainer: Any, pad_token_id: int | None) -> EndToEnd:
     base = base_causal_lm(trainer.model)
     if PACKING in base.__dict__ and balances_experts(base.config):
         return EndToEnd(pad_token_id, 1)  # transformers' auxiliary loss would count the tail
-    limits = [rope_limit(base.config), getattr(base.config, "max_position_embeddings", None), LONGEST_TAIL]
-    most, handle = min(limit for limit in limits if limit and limit > 0), attached(trainer.model)
-    multiple = min(int(trainer.args.pad_to_multiple_of or TILE_ROWS), most)
-    return EndToEnd(pad_token_id, multiple, None if handle is None else handle.graphs, most)
+    limits = [rope_limit(base.config), getattr(base.config, "max_position_embeddings", None)]
+    known, handle = [limit for limit in limits if limit and limit > 0], attached(trainer.model)
+    multiple = min([int(trainer.args.pad_to_multiple_of or TILE_ROWS), *known])
+    return EndToEnd(pad_token_id, multiple, None if handle is None else handle.graphs, min([LONGEST_TAIL, *known]))
 
 
 def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
