@@ -145,9 +145,8 @@ def pronghorn(
     config = trainers.SFTConfig(**config_of(given, packs=packs, bf16=bf16))
     rows = Dataset.from_list(read_rows(given["train"]))
     trainer = SFTTrainer(model, config, train_dataset=rows, tokenizer=tokenizer)
-    found, handle = finish(trainer, given), attached(trainer.model)
-    if handle is None:
-        return found
+    found = finish(trainer, given)
+    handle: Any = attached(trainer.model)
     report = {path.part: f"{path.path} ({path.why})" for path in handle.report}
     return found | {"paths": report, "graph_replays": handle.graphs.replays if handle.graphs else 0}
 

@@ -27,6 +27,10 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 EARLIER = {
+    "end-to-end-qwen3-0.6b-multiples-of-64": "end-to-end-qwen3-0.6b",
+    "end-to-end-qwen3-0.6b-few-lengths": "end-to-end-qwen3-0.6b",
+    "end-to-end-bloom-1b7-recomputed": "end-to-end-bloom-1b7",
+    "end-to-end-bloom-1b7-kept": "end-to-end-bloom-1b7",
     "accuracy-int8": "accuracy",
     "accuracy-int8-fp8": "accuracy",
     "accuracy-int8-fp8-instructions": "accuracy-instructions",

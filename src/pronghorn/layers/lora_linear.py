@@ -2,9 +2,9 @@
 
     y = x Wᵀ + b + s · (x Aᵀ) Bᵀ        dx = dy W + (s · dy B) A        dA = (s · dy B)ᵀ x        dB = s · dyᵀ (x Aᵀ)
 
-PEFT's forward copies x to the adapters' float32, keeps that copy for each linear, and adds in float32: as many bytes as
-take a card as long as the product. Here x is kept as it is, A and B are rounded to the products' dtype as in fused
-layers, and their gradients are summed in their own. The host is no faster: where it keeps the card waiting, nothing is.
+PEFT's forward copies x to the adapters' float32, keeps that copy for each linear, and adds in float32. Moving these
+bytes takes a GPU about as long as the product itself. Here x is kept as it is, A and B are rounded to the products'
+dtype as in fused layers, and their gradients are summed in their own. Steps that wait for the host get no faster.
 """
 
 from __future__ import annotations

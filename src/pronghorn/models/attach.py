@@ -162,7 +162,7 @@ class Handle:
         """Take over adapters that PEFT has added since `attach`.
 
         Those on experts are computed beside these; for others weights are merged with room at the next packed forward.
-        In generic families each linear that has one trains by one function.
+        In generic families linears with LoRA train by one function each.
         """
         if PACKING in self.model.__dict__ and self.options.fuses_lora(self.model):
             use_one_function(self.model)

@@ -230,8 +230,8 @@ def resolve(
     """Return an attached model's plan; make it now where `auto` waited for the size of a micro-batch.
 
     That is `rows` times `row_tokens` (0: unknown). Models on the CPU or several devices recompute their layers. What no
-    plan is made for (`refusal`) keeps everything until memory runs out, which the trainer survives once by recomputing
-    (`train.oom_retry`); it recomputes where there is a budget, or other processes would wait.
+    plan is made for (`refusal`) keeps everything until memory runs out, which the trainer survives by recomputing
+    (`train.oom_retry`); it recomputes from the beginning where there is a budget, or other processes would wait.
 
     Args:
         packs: rows are packed, not padded.
