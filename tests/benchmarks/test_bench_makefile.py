@@ -87,7 +87,7 @@ EARLIER = {
 
 
 def commands() -> list[list[str]]:
-    """What `make all several tokenising exports gradients` and the export's time would run, from the interpreter on."""
+    """What `make all several tokenising exports gemma` and the export's time would run, from the interpreter on."""
     done = subprocess.run(
         [
             "make",
@@ -99,7 +99,7 @@ def commands() -> list[list[str]]:
             "tokenising",
             "exports",
             "export-time-llama-3.1-8b",
-            "gradients",
+            "gemma",
             "PYTHON=python",
         ],
         capture_output=True,
