@@ -255,8 +255,15 @@ def gradients(model: Any, row: dict[str, Any], device: str, scale: float) -> dic
     return found
 
 
-def interval(values: list[float]) -> dict[str, float]:
-    """Return the mean and half the width of its 95 % interval."""
+def mean_of(losses: list[float]) -> float | None:
+    """Return the mean loss; None where one is no number, as in float16 beyond its range."""
+    return round(statistics.mean(losses), 4) if all(map(math.isfinite, losses)) else None
+
+
+def interval(values: list[float]) -> dict[str, float | None]:
+    """Return the mean and half the width of its 95 % interval; None where a loss is no number."""
+    if not all(map(math.isfinite, values)):
+        return {"mean": None, "half": None}
     half = T_95.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return {"mean": round(statistics.mean(values), 3), "half": round(half, 3)}
 
@@ -430,15 +437,15 @@ def summary(results: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
     gains = [before - after for before, after in zip(exact["before"], exact["heldout"], strict=True)]
     rows: dict[str, Any] = {}
     for name, entry in results.items():
-        rows[name] = {"before": round(statistics.mean(entry["before"]), 4)}
+        rows[name] = {"before": mean_of(entry["before"])}
         for kind in ("heldout", "deployed"):
             lost = [
                 100 * (ours - theirs) / gain for ours, theirs, gain in zip(entry[kind], exact[kind], gains, strict=True)
             ]
-            rows[name][kind] = round(statistics.mean(entry[kind]), 4)
+            rows[name][kind] = mean_of(entry[kind])
             rows[name][f"{kind}, % of the gain lost"] = interval(lost)
         for title, kind in (("cosines at the start", "at the start"), ("cosines", "cosines")):
-            if entry[kind]:
+            if entry[kind] and all(math.isfinite(value) for _, value in entry[kind]):
                 rows[name][title] = spread_of(entry[kind])
     return rows
 
