@@ -239,6 +239,8 @@ class FamilySpec:
     """The language-model head's last name."""
     norm_offset: float = 0.0
     """What an RMSNorm adds to its weight (1 in Gemma)."""
+    float16: bool = True
+    """Whether hidden states stay below float16's largest number, 65,504."""
     load_attention: str | None = "sdpa"
     """transformers' attention to load with; SDPA has no attention sinks. None lets transformers choose."""
     logit_scale: Callable[[Any], float] = lambda config: 1.0

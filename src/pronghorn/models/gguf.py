@@ -23,7 +23,7 @@ from torch import Tensor
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.models.families import check_config
 from pronghorn.models.gguf_tokenizer import load_tokenizer
-from pronghorn.models.limits import check_layers, check_sizes, check_values
+from pronghorn.models.limits import check_layers, check_range, check_sizes, check_values
 from pronghorn.models.skeleton import without_weights
 from pronghorn.precision.loader import StoredTensor, checkpoint, load, open_gguf
 
@@ -176,6 +176,7 @@ def _config(header: GgufHeader) -> Any:
 def _load_weights(header: GgufHeader, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Load the dense model, every weight of it from the file."""
     path, family = header.path, check_config(config)
+    check_range(config, dtype)
     model = without_weights(config, dtype, "sdpa").eval()  # what the file has not are buffers, which are computed
     expected = dict(model.named_parameters())
     if config.tie_word_embeddings:

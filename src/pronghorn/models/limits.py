@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pronghorn.errors import DataError
+import torch
+
+from pronghorn.errors import ConfigError, DataError
 from pronghorn.families.generic import text_config
 from pronghorn.models.adapter_files import tensor_shapes
 from pronghorn.models.composite import Composite
@@ -47,6 +49,20 @@ def check_sizes(name: str | Path, table: dict[str, Any]) -> None:
         least = int(size in _NEEDED)
         if value is not None and (not isinstance(value, int) or not least <= value <= most):
             raise DataError(f"{name}: {size} {str(value)[:40]} is not an integer from {least} to {most:,}", _REMEDY)
+
+
+def check_range(config: Any, dtype: torch.dtype) -> None:
+    """Refuse float16 for a family whose hidden states are beyond its range: every loss would be infinite.
+
+    Raises:
+        ConfigError: names the family and the dtypes to use.
+    """
+    family = check_config(config)
+    if dtype is torch.float16 and not family.float16:
+        raise ConfigError(
+            f"float16: hidden states of {family.members} are beyond its largest number, 65,504",
+            "set dtype (a recipe's precision.dtype) to bfloat16, or float32 on GPUs before Ampere, whose own is float16",
+        )
 
 
 def check_values(name: str | Path, config: Any) -> None:

@@ -15,7 +15,7 @@ from pronghorn.errors import ConfigError, DataError, PronghornError, Unsupported
 from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
-from pronghorn.models.limits import check_sizes, check_values, check_weights_fit
+from pronghorn.models.limits import check_range, check_sizes, check_values, check_weights_fit
 from pronghorn.models.lora import check_whole_modules
 from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.models.one_by_one import LOADED_BY, load_one_by_one
@@ -157,6 +157,7 @@ class FoundModel:
             check_config(model.config)
             check_max_seq_length(model.config, self.max_seq_length)
             return model
+        check_range(self.config, dtype)
         if format_of(self.config) is not None:
             return load_packed(self.name, self.config, dtype, device, self.hub, self.composite, share)
         quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype, self.experts_in_16bit)

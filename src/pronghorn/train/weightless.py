@@ -15,6 +15,7 @@ from pronghorn.models.attach import Handle, attach
 from pronghorn.models.auto_plan import setup_of, skeleton
 from pronghorn.models.families import has_experts
 from pronghorn.models.generic import PACKING
+from pronghorn.models.limits import check_range
 from pronghorn.models.load import FoundModel
 from pronghorn.models.share import SharedLoading
 from pronghorn.optimizers import ON_PARTS
@@ -27,6 +28,7 @@ class _Weightless(FoundModel):
     def model(self, dtype: torch.dtype, device: torch.device, share: SharedLoading | None = None) -> Any:
         """Return the model on the meta device."""
         if self.base is None:
+            check_range(self.config, dtype)
             return skeleton(self.config).to(dtype)
         from peft import PeftConfig, get_peft_model
 
