@@ -61,7 +61,7 @@ def check_range(config: Any, dtype: torch.dtype) -> None:
     if dtype is torch.float16 and not family.float16:
         raise ConfigError(
             f"float16: hidden states of {family.members} are beyond its largest number, 65,504",
-            "set dtype (a recipe's precision.dtype) to bfloat16, or float32 on GPUs before Ampere, whose own is float16",
+            "set dtype (a recipe's precision.dtype) to bfloat16; on GPUs before Ampere to float32",
         )
 
 
