@@ -5,6 +5,7 @@ Pronghorn, each by its own trainer.
         --out end-to-end.json
     python -m benchmarks.end_to_end --model Llama-3.1-8B --train gsm8k/train.jsonl --steps 30 --only unsloth pronghorn
     python -m benchmarks.end_to_end --model BLOOM-1B7 --lengths alpaca.json --tokens 1600 --micro-batches 4 --steps 12
+    python -m benchmarks.end_to_end --model Qwen3-0.6B --pairs preferences.json --steps 60
 
 `trl` and `unsloth` are their defaults, `-best` what a user who reads on would set: no recomputation, and packing where
 that keeps documents apart without another attention library; `pronghorn-unpacked` is a script of TRL's with Pronghorn's
@@ -36,6 +37,8 @@ from pronghorn.diagnose.shapes import checkpoint_of, shape_of
 from pronghorn.errors import ConfigError
 
 NAMES = [name for name in trainers.CANDIDATES if name != "evaluate"]
+DPO = "dpo-"
+"""What names of candidates begin with that train on pairs."""
 SCRIPT = Path(trainers.__file__)
 
 
@@ -49,13 +52,15 @@ def rows_of(lengths: Path, folder: Path) -> Path:
     return (folder / lengths.name).with_suffix(".jsonl")
 
 
-def tokens_of(model: Path, file: Path) -> list[int]:
-    """Count each row's tokens by the model's tokenizer."""
+def tokens_of(model: Path, file: Path, pairs: bool = False) -> list[int]:
+    """Count each row's tokens by the model's tokenizer, a pair's in both its sequences."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    texts = [row["prompt"] + row["completion"] for row in trainers.read_rows(str(file))]
-    return [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    rows = (trainers.read_pairs if pairs else trainers.read_rows)(str(file))
+    ends = ("chosen", "rejected") if pairs else ("completion",)
+    counts = [[len(ids) for ids in tokenizer([row["prompt"] + row[end] for row in rows])["input_ids"]] for end in ends]
+    return [sum(each) for each in zip(*counts, strict=True)]
 
 
 def is_installed(name: str, python: str) -> bool:
@@ -94,6 +99,7 @@ def arguments() -> argparse.ArgumentParser:
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--train", type=Path, help="JSON or JSON lines: GSM8K's, or instructions")
     data.add_argument("--lengths", type=Path, help="JSON list of lengths: random text of a shape")
+    data.add_argument("--pairs", type=Path, help="JSON of instructions, each with `chosen` and `rejected`: DPO")
     parser.add_argument("--held-out", type=Path, help="the same, to judge by")
     parser.add_argument("--held-out-rows", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=4096, help="of a packed row, and about those of a padded batch")
@@ -113,21 +119,25 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> bool:
     """Train by every candidate that is installed; tell whether all of these came through."""
-    for file in (given.train, given.lengths, given.held_out):
+    given.only = [name for name in given.only if name.startswith(DPO) == (given.pairs is not None)]
+    if not given.only:
+        raise ConfigError("none of --only trains on such rows", f"{DPO}… train on --pairs, the others on --train")
+    for file in (given.train, given.lengths, given.pairs, given.held_out):
         if file is not None and not file.is_file():
             raise ConfigError(f"{file} is not there", "give a file of JSON or JSON lines")
     pythons = dict(part.split("=", 1) for part in given.python)
     given.own = {name: str(Path(path).resolve()) for name, path in (part.split("=", 1) for part in given.own)}
     with tempfile.TemporaryDirectory() as scratch, Facts(given, "trl") as facts:
         shape = shape_of(given.model)
-        given.train = given.train or rows_of(given.lengths, Path(scratch))
+        given.train = given.train or given.pairs or rows_of(given.lengths, Path(scratch))
         model = checkpoint_of(given.model, given.checkpoints or Path(scratch), seed=0).resolve()
-        lengths = tokens_of(model, given.train)
+        lengths = tokens_of(model, given.train, pairs=given.pairs is not None)
         mean = sum(lengths) / len(lengths)
         given.documents, given.mean = max(1, round(given.tokens / mean)), mean
         given.real_tokens = sum(lengths) * given.epochs
         name, given.model = given.model, str(model)
         given.train = given.train.resolve()
+        given.pairs = given.train if given.pairs is not None else None
         given.held_out = None if shape is not None or given.held_out is None else given.held_out.resolve()
         facts |= {"model": Path(name).name, "train": given.train.name, "rows": len(lengths), "mean_tokens": mean}
         facts |= {name: getattr(given, name) for name in ("tokens", "micro_batches", "targets", "epochs")}

@@ -40,6 +40,16 @@ def read_rows(file: str) -> list[dict[str, str]]:
     return [row for row in found if row["completion"]]
 
 
+def read_pairs(file: str) -> list[dict[str, str]]:
+    """Read prompts with a better and a worse completion."""
+    rows = json.loads(Path(file).read_text(encoding="utf-8"))
+    prompts = ["\n".join(filter(None, (row["instruction"], row.get("input")))) + "\n" for row in rows]
+    return [
+        {"prompt": prompt, "chosen": row["chosen"], "rejected": row["rejected"]}
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+
+
 def config_of(given: dict[str, Any], packs: bool, **more: Any) -> dict[str, Any]:
     """Return what all tell TRL's `SFTConfig`."""
     import torch
@@ -151,6 +161,41 @@ def pronghorn(
     return found | {"paths": report, "graph_replays": handle.graphs.replays if handle.graphs else 0}
 
 
+def dpo(given: dict[str, Any], ours: bool, **more: Any) -> dict[str, Any]:
+    """TRL's DPO of TRL's model, as it comes, or of Pronghorn's, which is in bf16 by itself."""
+    import torch
+    import trl as library
+    from datasets import Dataset
+
+    if ours:
+        from pronghorn import FastLanguageModel
+        from pronghorn.models.attach import attached
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    MARKS["imported"] = time.time()
+    cuda, alike = torch.cuda.is_available(), {"r": 16, "lora_alpha": 32, "target_modules": targets(given)}
+    config = library.DPOConfig(
+        given["folder"] + "/out", per_device_train_batch_size=given["documents"], max_length=given["tokens"],
+        num_train_epochs=given["epochs"], max_steps=given["steps"], learning_rate=given["learning_rate"],
+        warmup_steps=10, logging_steps=10, logging_first_step=True, save_strategy="no", report_to="none",
+        disable_tqdm=True, seed=3407, use_cpu=not cuda, bf16=cuda and not ours, **more,
+    )  # fmt: skip
+    rows = Dataset.from_list(read_pairs(given["pairs"]))
+    if ours:
+        model, tokenizer = FastLanguageModel.from_pretrained(given["model"], max_seq_length=given["tokens"])
+        model = FastLanguageModel.get_peft_model(model, **alike)
+        found = finish(library.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer), given)
+        handle: Any = attached(model)
+        report = {path.part: f"{path.path} ({path.why})" for path in handle.report}
+        return found | {"paths": report, "graph_replays": handle.graphs.replays if handle.graphs else 0}
+    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.bfloat16 if cuda else torch.float32)
+    lora = LoraConfig(**alike, task_type="CAUSAL_LM")
+    tokenizer = AutoTokenizer.from_pretrained(given["model"])
+    trainer = library.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=lora)
+    return finish(trainer, given)
+
+
 def evaluate(given: dict[str, Any]) -> dict[str, Any]:
     """Return the mean loss a completion's token of held-out rows, one at a time, by transformers and PEFT."""
     import torch
@@ -186,6 +231,9 @@ CANDIDATES: dict[str, Any] = {
     "pronghorn-nf4": (pronghorn, {"in_4_bits": True}),
     "pronghorn-fp8": (pronghorn, {"compute": "fp8"}),
     "pronghorn-nf4-fp8": (pronghorn, {"in_4_bits": True, "compute": "fp8"}),
+    "dpo-trl": (dpo, {"ours": False}),
+    "dpo-trl-best": (dpo, {"ours": False, "gradient_checkpointing": False}),
+    "dpo-pronghorn": (dpo, {"ours": True, "gradient_checkpointing": False}),
     "evaluate": (evaluate, {}),
 }
 """The function of each and its own arguments."""

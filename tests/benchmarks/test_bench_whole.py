@@ -233,6 +233,25 @@ def test_whole_trainings_are_timed_and_judged_and_who_is_missing_is_skipped(tmp_
     assert "unsloth" not in done.stdout.split("held-out loss")[1]
 
 
+@pytest.mark.slow
+def test_pairs_are_trained_on_by_dpo(tmp_path: Path) -> None:
+    write_checkpoint(SHAPES["tiny"], tmp_path / "model", seed=0)
+    rows = [{"instruction": f"count to {i}", "input": "", "chosen": "one " * i, "rejected": "no"} for i in range(1, 13)]
+    (tmp_path / "pairs.json").write_text(json.dumps(rows))
+    asked = ["--model", tmp_path / "model", "--pairs", tmp_path / "pairs.json", "--tokens", 256, "--steps", 2]
+    done = programs.invoke(end_to_end, *asked, "--out", tmp_path / "out.json", "--only", "dpo-trl", "dpo-pronghorn")
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert done.exit_code == 0, facts
+    counts = [len(f"count to {i}\n") * 2 + len("one " * i) + len("no") for i in range(1, 13)]
+    assert facts["mean_tokens"] == sum(counts) / len(counts), "tokens are bytes"
+    plain, ours = (facts["parts"][name] for name in ("dpo-trl", "dpo-pronghorn"))
+    assert plain["steps"] == ours["steps"] == 2 and "paths" in ours
+    # adapters begin otherwise: only the first loss is the same, that of no difference yet, log 2
+    assert plain["losses"][0] == ours["losses"][0] == pytest.approx(0.6931, abs=1e-4)
+    none = programs.invoke(end_to_end, *asked, "--only", "trl")
+    assert none.exit_code == 1 and "--pairs" in none.stderr
+
+
 def test_rows_are_read_from_questions_and_instructions(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     rows = [{"instruction": "a", "input": "b", "output": "c"}, {"instruction": "d", "input": "", "output": ""}]
