@@ -204,7 +204,7 @@ def dequantise(parameter: Any) -> Tensor:
 
     state = parameter.quant_state
     if parameter.is_cuda or not state.shape[-1] % state.blocksize:
-        return dequantize_4bit(parameter.data, state)  # type: ignore[no-any-return]
+        return dequantize_4bit(parameter.data, state)
     # on the CPU bitsandbytes 0.50 takes scales of other blocks where rows end inside one
     out = torch.empty(tuple(state.shape), dtype=state.dtype, device=parameter.device)
     write_out(NF4Weight.of(parameter), out)
