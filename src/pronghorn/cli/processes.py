@@ -66,10 +66,9 @@ def choose_gpus(recipe: Recipe, visible: int) -> Choice:
             there = f"{visible} GPU{'s' if visible > 1 else ''}" if visible else "no GPU"
             remedy = f"set launch.gpus: {visible}, or leave it out to use what is there" if visible else "leave it out"
             raise ConfigError(f"launch.gpus is {launch.gpus}, and this process sees {there}", remedy)
-        if rows % launch.gpus:
-            from pronghorn.train.build import share_of_step  # TRL's import takes seconds
+        from pronghorn.recipe_checks import share_of_step
 
-            share_of_step(recipe, launch.gpus)  # raises, before processes are started for it
+        share_of_step(recipe, launch.gpus)  # raises where it can't be, before processes are started for it
         return Choice(launch.gpus)
     most = max(visible, 1)
     gpus = max(n for n in range(1, most + 1) if rows % n == 0)
@@ -144,7 +143,7 @@ _USUAL = {
     "SIGABRT": "; NCCL ends what has waited for launch.timeout_minutes",
 }
 """What usually ends a process so."""
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Group:
