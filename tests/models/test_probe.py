@@ -313,7 +313,7 @@ def test_weights_that_are_no_numbers_are_named_and_not_called_clean() -> None:
 def test_pictures_are_refused() -> None:
     model = generic_model("gpt_neox")
     pronghorn.attach(model)
-    with pytest.raises(UnsupportedError, match="pixel_values: text only for now"):
+    with pytest.raises(UnsupportedError, match="pixel_values: training is text only for now"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64), pixel_values=torch.zeros(1, 3, 8, 8))
 
 

@@ -109,9 +109,6 @@ def subject_of(
         handle.detach()
         return model
 
-    def attach_as_trained(model: Any) -> object:
-        return attach(model, plan, **attach_options(recipe))
-
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Pad rows to what the plan has room for; only the probe of a window is longer."""
         length = max(tokens, sum(len(row["input_ids"]) for row in rows))
@@ -125,7 +122,7 @@ def subject_of(
     return Subject(
         name=recipe.model.name,
         build=build,
-        attach=attach_as_trained,
+        attach=lambda model: attach(model, plan, **attach_options(recipe)),  # the plan that `build` made
         collate=collate,
         reload=reload,
         rows=rows,

@@ -108,6 +108,7 @@ def _expert_adapters(model: Any) -> dict[str, dict[str, Any]]:
 def _rewrite(model: Any, experts: dict[str, dict[str, Any]], folder: Path) -> None:
     """Write the experts' adapters anew, and say so in the adapter's configuration."""
     from safetensors.torch import load_file, save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
     kind = _kind(model)
     prefixes = tuple(f"{_PREFIX}{path}." for path in experts)
@@ -124,7 +125,8 @@ def _rewrite(model: Any, experts: dict[str, dict[str, Any]], folder: Path) -> No
                 continue
             first = pair[0] if side else torch.cat([pair[0]] * 2, dim=1)  # gate and up have one A
             named = {f"{path}.{kind.gate_up}": first, f"{path}.{kind.down}": pair[1]}
-            for name, tensor in _as_in_files(plain, named).items():
+            # split and renamed as transformers does when it saves the weight of that name
+            for name, tensor in revert_weight_conversion(plain, named).items():
                 module = name.removesuffix(".weight")
                 targets.setdefault(module.rpartition(".")[2])
                 tensors[f"{_PREFIX}{module}.{part}.weight"] = tensor.clone()
@@ -154,13 +156,6 @@ def _factors(by_parameter: dict[str, Any], name: str, adapter: str) -> tuple[Ten
 def _flat(tensor: Tensor, side: int) -> Tensor:
     """Return A [E, r, in] or B [E, out, r] as PEFT saves it: [E·r, in], [out, r·E]."""
     return tensor.permute(1, 2, 0).flatten(1) if side else tensor.flatten(0, 1)
-
-
-def _as_in_files(plain: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Split and rename what has a weight's name as transformers does when it saves the weight."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(plain, named))
 
 
 def _bare_model(base: Any) -> Any:

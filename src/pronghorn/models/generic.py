@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.batch import PackedBatch
+from pronghorn.data.media import refuse_media
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.errors import UnsupportedError
 from pronghorn.families.generic import CHOSEN, COMPUTED, TOLD, limits_to_cross
 from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 PACKING = "_pronghorn_packing"
 """The attribute of an attached causal LM that holds its `GenericPacking`."""
-_VISION = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw")
 
 
 class Way(StrEnum):
@@ -148,7 +147,7 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs, **{k: v for k, v in given.items() if v is not None})
         names, any_keyword = _signature(original.forward)
         kwargs |= dict(zip(names, args, strict=False))
-        refuse_vision(kwargs)
+        refuse_media("the batch", (name for name, value in kwargs.items() if value is not None))
         if packed is None:
             ids = kwargs.get("input_ids")
             packed = stock_batch(kwargs, ids if ids is not None else kwargs.get("inputs_embeds"))
@@ -214,17 +213,6 @@ def logits_loss(logits: Tensor, labels: Tensor, rows: Tensor | None, num_items: 
     ]
     count = (targets != IGNORE_INDEX).sum() if num_items is None else torch.as_tensor(num_items, device=flat.device)
     return torch.stack(parts).sum() / count.clamp(min=1)
-
-
-def refuse_vision(kwargs: dict[str, Any]) -> None:
-    """Refuse a batch with pictures, films or sound.
-
-    Raises:
-        UnsupportedError: names the argument.
-    """
-    given = next((name for name in _VISION if kwargs.get(name) is not None), None)
-    if given is not None:
-        raise UnsupportedError(f"the batch has {given}: text only for now", "train on text, without pictures or sound")
 
 
 def _documents(packed: PackedBatch) -> int:
