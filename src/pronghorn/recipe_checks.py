@@ -15,6 +15,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.optimizers import ON_PARTS
 from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
 from pronghorn.recipe_values import ALL_LINEAR
+from pronghorn.text import counted
 
 
 class _Rule(NamedTuple):
@@ -348,10 +349,10 @@ def share_of_step(recipe: Any, processes: int) -> tuple[int, int]:
         accumulated = -(-recipe.train.gradient_accumulation_steps // more) * more
         able = max(n for n in range(1, processes) if recipe.step_rows % n == 0)
         raise ConfigError(
-            f"a step of {recipe.step_rows} rows (packing.rows_per_step {micro_batch} × "
+            f"a step of {counted(recipe.step_rows, 'row')} (packing.rows_per_step {micro_batch} × "
             f"train.gradient_accumulation_steps {recipe.train.gradient_accumulation_steps}) can't be shared by "
             f"{processes} processes",
-            f"set train.gradient_accumulation_steps: {accumulated}; or use {able} GPU{'s' if able > 1 else ''}, as a "
+            f"set train.gradient_accumulation_steps: {accumulated}; or use {counted(able, 'GPU')}, as a "
             "run that was begun keeps its steps",
         )
     each = max(n for n in range(1, recipe.packing.rows_per_step + 1) if rows % n == 0)

@@ -32,6 +32,7 @@ from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import count_tokens
 from pronghorn.models.experts import refusal
 from pronghorn.models.families import base_causal_lm
+from pronghorn.models.passes import after_forward
 from pronghorn.models.probe import Isolation, long_lengths, probe
 from pronghorn.parity.distance import Distance
 from pronghorn.parity.own_code import own_code
@@ -221,11 +222,8 @@ class Run:
             signs = 2 * torch.rand(embedded.shape, generator=draw, device=embedded.device) - 1
             return (embedded.double() * (1 + signs * torch.finfo(embedded.dtype).eps)).to(embedded.dtype)
 
-        hook = base_causal_lm(self.model).get_input_embeddings().register_forward_hook(round_again)
-        try:
+        with after_forward([base_causal_lm(self.model).get_input_embeddings()], round_again):
             return self._documents().gradients
-        finally:
-            hook.remove()
 
     def paths(self) -> list[PathTaken]:
         """Which way the parts of the attached model's step went, and why."""

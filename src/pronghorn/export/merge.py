@@ -29,6 +29,7 @@ from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models.attach import plain_class
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
+from pronghorn.models.passes import in_evaluation
 from pronghorn.models.skeleton import tied_names
 from pronghorn.parity.distance import MERGED_LOGITS, relative_error
 from pronghorn.precision.loader import StoredTensor, load
@@ -333,16 +334,12 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
     base = base_causal_lm(model)
     tokens = torch.arange(32, device=base.device)[None] * 7 % base.config.vocab_size
     tokens[0, -4:] = base.config.vocab_size - 1 - torch.arange(4, device=base.device)  # where new tokens are
-    was_training = model.training
-    model.eval()
-    try:
+    with in_evaluation(model):
         adapted = model(input_ids=tokens).logits.float()
         plain = None
         if hasattr(model, "disable_adapter"):
             with model.disable_adapter():
                 plain = model(input_ids=tokens).logits.float()
-    finally:
-        model.train(was_training)
     if not adapted.isfinite().all():
         raise TrainingError(
             "the adapted model's own logits hold NaN or infinity, before anything is merged",

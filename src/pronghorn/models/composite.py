@@ -19,6 +19,7 @@ import torch
 
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
+from pronghorn.models.passes import short
 from pronghorn.precision.loader import StoredTensor
 
 _REMEDY = "use a checkpoint of the language model alone"
@@ -177,9 +178,8 @@ def _on_meta(name: Any, config: Any) -> tuple[Any, Any]:
         with torch.device("meta"):
             return kind._from_config(config), kinds[type(text)]._from_config(text)
     except Exception as error:  # a package that isn't there, or whatever a class raises on a configuration
-        why = " ".join(str(error).split())[:200]
         raise UnsupportedError(
-            f"{name}: {architecture} can't be made here ({type(error).__name__}: {why})",
+            f"{name}: {architecture} can't be made here ({type(error).__name__}: {short(error)})",
             f"install what it needs, or {_REMEDY}",
         ) from error
 
