@@ -161,8 +161,8 @@ class Handle:
     def adopt_adapters(self) -> Handle:
         """Take over adapters that PEFT has added since `attach`.
 
-        Those on experts are computed beside these; for others weights are merged with room at the next packed forward.
-        In generic families linears with LoRA train by one function each.
+        Adapters on experts are read from now on. For those on linears the next packed forward merges weights again,
+        with room for them. In generic families each linear with LoRA trains by one function.
         """
         if PACKING in self.model.__dict__ and self.options.fuses_lora(self.model):
             use_one_function(self.model)
