@@ -92,10 +92,13 @@ class FastLanguageModel:
                 knows the batch, and on CUDA then keeps what fits.
             full_finetuning: train every weight; they are kept in float32 (the trainer computes in 16 bits).
             attention, compute: as in `pronghorn.attach`.
+            trust_remote_code: run Python code that comes with the checkpoint.
+            token, revision: for the hub.
         Returns:
             (model, tokenizer); `model.max_seq_length` tells the row length to trainers.
         Raises:
-            NotImplementedError: an argument that isn't supported yet, by name.
+            ValueError: arguments that contradict each other, or files that are missing or damaged.
+            NotImplementedError: a model or an argument that isn't supported, by name.
         """
         _refuse(unsupported, FastLanguageModel.from_pretrained)
         _check_flags(
@@ -163,12 +166,14 @@ class FastLanguageModel:
     ) -> Any:
         """Add LoRA adapters with PEFT; the arguments are those of `peft.LoraConfig`.
 
-        `target_modules=None` adapts the linears that the family's file names.
+        `target_modules=None` adapts the family's linears (its `lora_targets`, or all that its file names); in models
+        that no file knows all that a text reaches.
         `use_gradient_checkpointing=None` keeps what `from_pretrained` was told; `random_state` seeds the adapters only.
         `adapter_dtype` is float32 (None) or bfloat16: of the adapters and, with torch's optimisers, of their states.
 
         Raises:
-            NotImplementedError: an argument that isn't supported yet, by name.
+            ValueError: a model with an adapter, or ranks, names or numbers that make no sense.
+            NotImplementedError: an argument that isn't supported, by name.
         """
         if unsupported.get("max_seq_length") == getattr(model, "max_seq_length", None):
             unsupported.pop("max_seq_length", None)

@@ -16,7 +16,7 @@ from pronghorn.export import gguf
 from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.gguf import stop_tokens, write_gguf
-from pronghorn.models.gguf import load_gguf, read_header
+from pronghorn.models.gguf import load_gguf, read_header, reads
 from support.byte_level import MARKS, TEXTS, byte_level
 from support.tiny import tiny_model
 
@@ -126,6 +126,7 @@ def test_runs_of_spaces_are_written_as_llama_cpp_looks_for_them(tmp_path: Path) 
                 assert engine._post("/tokenize", {"content": text})["tokens"] == tokenizer(text)["input_ids"][1:], text
     for beside in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / beside).unlink()
+    assert reads(file)  # an export is read back with what it says of itself
     _, again = load_gguf(file, torch.float32)
     for text in texts:
         assert again(text)["input_ids"] == tokenizer(text)["input_ids"], text

@@ -221,7 +221,7 @@ def test_layers_that_are_shared_for_other_products_are_refused(name: str, shared
     with alone():
         model = adapted(name)
         share_layers(model, torch.device("cpu"), compute=Compute.of(shared))
-        with pytest.raises(UnsupportedError, match=f"compute = '{asked}' for layers that processes share for other"):
+        with pytest.raises(UnsupportedError, match=f"compute = '{asked}', and processes share the layers' weights"):
             attach(model, layers="fused", compute=asked)
 
 
@@ -237,8 +237,8 @@ def test_weights_that_were_moved_are_put_back(shared_runs: Path, name: str) -> N
 def test_what_a_shared_model_can_not_do_is_refused(shared_runs: Path) -> None:
     for rank in range(WORLD):
         detached, merged, moved = torch.load(shared_runs / f"refused-{rank}.pt")
-        assert detached.startswith("detaching of a model whose layers are shared by 2 processes")
-        assert merged.startswith("merging of a model whose layers are shared by 2 processes")
+        assert detached.startswith("detaching needs all of the model's weights, and each of 2 processes has a part")
+        assert merged.startswith("merging needs all of the model's weights, and each of 2 processes has a part")
         assert "weights that 2 processes share were moved to cpu as torch.float64" in moved
 
 

@@ -92,7 +92,7 @@ def subject_of(
     pad = 0
 
     def build() -> Any:
-        """Its plan is made here, as training's: when nothing else is on the card, and for training's rows."""
+        """Build it, and make its plan as training does: when nothing else is on the card, for training's rows."""
         nonlocal plan, pad
         model, handle = load(recipe, found, tokenizer, quiet)
         check_ids("data.train", documents, tokenizer, model)
@@ -133,7 +133,7 @@ def subject_of(
 
 
 def rows_of(documents: Iterable[Mapping[str, Any]], tokens: int) -> list[list[Document]]:
-    """Two rows of whole or cut documents: up to `tokens`, and up to half as many.
+    """Make two rows of whole or cut documents: up to `tokens`, and up to half as many.
 
     Raises:
         ConfigError: `tokens` leave no room for a document.

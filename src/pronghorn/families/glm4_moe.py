@@ -33,7 +33,7 @@ def _values(config: Any) -> Mapping[str, Any]:
 
 
 def _split(name: str, config: Any) -> Mapping[str, Rows]:
-    """Layers beyond the model's own predict further tokens; transformers doesn't load them."""
+    """Leave out layers beyond the model's own, which predict further tokens: transformers doesn't load them."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None and int(layer[1]) >= config.num_hidden_layers:
         return {}

@@ -161,8 +161,8 @@ class Handle:
     def adopt_adapters(self) -> Handle:
         """Take over adapters that PEFT has added since `attach`.
 
-        Those on experts are computed beside these; for others weights are merged with room at the next packed forward.
-        In generic families linears with LoRA train by one function each.
+        Adapters on experts are read from now on. For those on linears the next packed forward merges weights again,
+        with room for them. In generic families each linear with LoRA trains by one function.
         """
         if PACKING in self.model.__dict__ and self.options.fuses_lora(self.model):
             use_one_function(self.model)
@@ -222,14 +222,14 @@ def attach(
     replaces the one before (`Handle.replan`).
 
     Args:
-        model: a transformers causal LM of a family in `models.families`, or a PEFT model around one.
+        model: a causal LM of transformers, or a PEFT model around one. One that no family's file knows runs
+            transformers' own layers: `layers="fused"`, `experimental` and 8-bit `compute` are refused for it.
         plan: what each layer keeps; None leaves the model's gradient checkpointing as it is.
         attention: `auto` lets device, dtype and head size decide; a name asks for that backend or an error.
         layers: `fused` computes norms, attention and MLP by `layers`, `stock` leaves them to transformers and
             PEFT; `auto` is fused on CUDA.
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
-            that launching takes the host as long as computing takes the device. Never where the plan's budget has no
-            memory for them (`Plan.graph`).
+            that it pays (`models.graph_benefit`). Never where the plan's budget has no memory for them (`Plan.graph`).
         compute: in what frozen weights multiply: `dtype`, the model's; `fp8`, input gradients in 8 bits by rows;
             `fp8_both`, the forward, too; `fp8_exact`, both with exact sums.
         codes: how `fp8` has the codes of weights in 16 bits: `kept`, a byte a weight more, or `written` out for each
@@ -238,7 +238,8 @@ def attach(
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
-        UnsupportedError: no causal LM, a family that is not supported, or a plan that these layers can't follow.
+        UnsupportedError: no causal LM, a configuration that packed attention can't serve, or a plan that these layers
+            can't follow.
         ConfigError: unknown options, a plan for another number of layers, or a model whose forward an earlier trainer
             wrapped.
     """

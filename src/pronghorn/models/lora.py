@@ -90,11 +90,13 @@ def add_lora(
                     f"{name} {key!r}: {value!r} is no module's name with a {what}", f"write e.g. {name}={{NAME: 32}}"
                 )
     if not 0 < lora_alpha < float("inf"):
-        raise ConfigError(f"lora_alpha = {lora_alpha} is no number above 0", "adapters' scale is lora_alpha / r")
+        raise ConfigError(
+            f"lora_alpha = {lora_alpha} is no number above 0", "write e.g. lora_alpha=16: the scale is lora_alpha / r"
+        )
     if isinstance(modules_to_save, str):
         modules_to_save = [modules_to_save]
     if not 0 <= lora_dropout < 1:
-        raise ConfigError(f"lora_dropout = {lora_dropout} is no share below 1", "0 is fastest, 0.05 is common")
+        raise ConfigError(f"lora_dropout = {lora_dropout} is no share below 1", "write 0, the fastest, or e.g. 0.05")
     if bias not in ("none", "all", "lora_only"):
         raise ConfigError(f"bias = {bias!r} is unknown", "use 'none', 'all' or 'lora_only'")
     if hasattr(model, "peft_config"):

@@ -224,7 +224,7 @@ def check_weights(folder: Path) -> list[Path]:
 
 
 def json_value(path: Path, key: str) -> Any:
-    """What the JSON file holds under the key."""
+    """Read what the JSON file holds under the key."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
