@@ -297,6 +297,9 @@ def test_sharegpt_turns_train_once_their_roles_are_the_templates(stories: Path, 
     rows = standardize_sharegpt(SHAREGPT)
     with pytest.raises(DataError, match=r': dataset\.rename_column\("conversations", "messages"\)'):
         SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=args)
+    human = Dataset.from_list([{"messages": [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Ho"}]}])
+    with pytest.raises(DataError, match="of the role 'human', which the chat template doesn't know"):
+        SFTTrainer(model=model, processing_class=tokenizer, train_dataset=human, args=args)
     rows = rows.rename_column("conversations", "messages")
     SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=args).train()
 

@@ -38,6 +38,20 @@ def check_turns(name: str, dataset: Dataset, column: str) -> None:
             )
 
 
+def check_roles(name: str, row: dict[str, Any], tokenizer: Any) -> None:
+    """Refuse ShareGPT's roles in messages, which most templates write as they are: no model knows a turn of "human"."""
+    template = str(getattr(tokenizer, "chat_template", None) or "human gpt")
+    for column in ("messages", "prompt", "completion"):
+        turns = row.get(column) if isinstance(row.get(column), list) else []
+        role = next((turn.get("role") for turn in turns or () if turn.get("role") in ("human", "gpt")), None)
+        if role is not None and role not in template:
+            raise DataError(
+                f"{name}: {column} of the role {role!r}, which the chat template doesn't know",
+                "call the roles user and assistant: pronghorn.chat_templates.standardize_sharegpt(dataset) does it "
+                "in `messages`",
+            )
+
+
 def check_parts(name: str, row: dict[str, Any], tokenizer: Any) -> None:
     """Refuse contents that are lists of parts, where the chat template leaves their text out or writes the list."""
     turns = [turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, dict)]
