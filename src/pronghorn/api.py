@@ -141,6 +141,7 @@ class FastLanguageModel:
         else:
             _set_recompute(model, use_gradient_checkpointing)
         model.hub_revision = revision  # for the adapter's configuration
+        model.full_finetuning = full_finetuning  # for get_peft_model, which it contradicts
         return _finish(model, max_seq_length), tokenizer
 
     @staticmethod
@@ -179,6 +180,11 @@ class FastLanguageModel:
             unsupported.pop("max_seq_length", None)
         _refuse(unsupported, FastLanguageModel.get_peft_model)
         check_model(model, "get_peft_model")
+        if getattr(model, "full_finetuning", False):
+            raise ConfigError(
+                "get_peft_model after full_finetuning=True: every weight is trained, or adapters alone are",
+                "leave get_peft_model out to train every weight, or full_finetuning to train adapters",
+            )
         _check_flags(use_rslora=use_rslora, use_dora=use_dora)
         if use_gradient_checkpointing is not None:
             _set_recompute(model, use_gradient_checkpointing)
