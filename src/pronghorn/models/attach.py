@@ -56,7 +56,7 @@ from pronghorn.models.families import (
 )
 from pronghorn.models.generic import PACKING, GenericPacking, followable, generic_class
 from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
-from pronghorn.models.metadata import LAYERS, share_metadata
+from pronghorn.models.metadata import CAUSAL_LM, LAYERS, share_metadata
 from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
 from pronghorn.models.unpadded import put_back
@@ -80,7 +80,7 @@ class Handle:
     previous_attention: str
     """The attention implementation that the model had."""
     _hooks: tuple[RemovableHandle, ...]
-    """What hands the batch's metadata to the layers, and padded batches back; none in generic families."""
+    """What hands the batch's metadata to the layers, and padded batches back."""
     plan: Plan | None = None
     installed: Installed | None = None
     """The plan on the layers; None where there is no plan."""
@@ -289,6 +289,7 @@ def attach(
         backbone.register_forward_hook(put_back, with_kwargs=True, prepend=True),  # before anybody sees them
     )
     base.__class__ = packed_class(previous_class)
+    backbone.__dict__[CAUSAL_LM] = base
     fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None
     if fused_layers is not None:
         fused_layers.use_written_codes(options.writes_codes(plan))
@@ -310,7 +311,9 @@ def _attach_generic(base: Any, options: AttachOptions) -> Handle:
     base.__class__ = generic_class(previous)
     isolate_convolutions(base)
     setattr(base, PACKING, packing)
-    handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, ())
+    backbones = () if base.base_model is base else (base.base_model,)
+    hooks = tuple(each.register_forward_pre_hook(packing.tell, with_kwargs=True) for each in backbones)
+    handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, hooks)
     base._pronghorn_handle = handle
     return handle.adopt_adapters()
 
