@@ -129,3 +129,33 @@ def test_runs_of_spaces_are_written_as_llama_cpp_looks_for_them(tmp_path: Path) 
     _, again = load_gguf(file, torch.float32)
     for text in texts:
         assert again(text)["input_ids"] == tokenizer(text)["input_ids"], text
+
+
+def test_added_tokens_beyond_the_embeddings_are_left_out_and_others_refused(tmp_path: Path) -> None:
+    """Gemma 3 1B's tokenizer has a token of images, which the model has no row for."""
+    tokenizer = byte_level("llama-bpe")
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "<pad>"})
+    tiny_model("llama", vocab_size=size).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    told = read_header(write_gguf(tmp_path, tmp_path / "model.gguf", "f32")).metadata
+    assert len(told["tokenizer.ggml.tokens"]) == size and "tokenizer.ggml.padding_token_id" not in told
+    tiny_model("llama", vocab_size=100).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"a tokenizer of .* tokens, and the model embeds 100"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "f32")
+
+
+def test_templates_that_have_names_are_written(tmp_path: Path) -> None:
+    tokenizer = byte_level("llama-bpe")
+    default, tools = ("{% for m in messages %}" + each + "{{ m.content }}<|im_end|>{% endfor %}" for each in "AB")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = {"default": default, "tool_use": tools}
+    folder = saved(tokenizer, tmp_path)
+    file = write_gguf(folder, tmp_path / "model.gguf", "f32")
+    assert read_header(file).metadata["tokenizer.chat_template"] == default
+    _, again = load_gguf(file, torch.float32)
+    for beside in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / beside).unlink()
+    _, alone = load_gguf(file, torch.float32)
+    assert again.chat_template == alone.chat_template == {"default": default, "tool_use": tools}
+    assert "<|im_end|>" in tokenizer.convert_ids_to_tokens(stop_tokens(folder, tokenizer))

@@ -123,7 +123,7 @@ def written_family(config: Any) -> FamilySpec:
     family = check_config(config)
     if family.gguf is None:
         raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
-    unlike = family.gguf.unlike(config)
+    unlike = family.gguf.lacks(config)
     if unlike is not None:
         raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF: llama.cpp hasn't it", SERVE)
     return family
@@ -223,11 +223,17 @@ def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
     if (source / "generation_config.json").is_file():
         own = GenerationConfig.from_pretrained(source).eos_token_id
     stops = [tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])]
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    template = _template_of(tokenizer)
     vocabulary = tokenizer.get_vocab()
     ends = [end for end in _ENDS_OF_TURNS if end in template and end not in form.goes_on]
     stops += [vocabulary[end] for end in ends if end in vocabulary]
     return [stop for stop in dict.fromkeys(stops) if stop is not None]
+
+
+def _template_of(tokenizer: Any) -> str:
+    """Return the chat template that conversations without tools are rendered by, empty without one."""
+    own = tokenizer.chat_template
+    return (own.get("default") if isinstance(own, dict) else own) or ""
 
 
 def read_tokenizer(tokenizer: Any) -> dict[str, Any]:
@@ -289,23 +295,36 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, st
         (tokenizer.unk_token_id, writer.add_unk_token_id),
         (tokenizer.pad_token_id, writer.add_pad_token_id),
     ):
-        if index is not None:
+        if index is not None and index < len(tokens):
             add(index)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    own = tokenizer.chat_template
+    if own:  # several have names
+        named = own if isinstance(own, str) else [{"name": name, "template": text} for name, text in own.items()]
+        writer.add_chat_template(named)
 
 
 def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: bool) -> tuple[list[str], list[int]]:
-    """Return every token with its kind, in the order of ids; places that no token has are filled."""
+    """Return every token with its kind, in the order of ids; places that no token has are filled. Added tokens beyond
+    the model's embeddings are left out: no answer holds them (Gemma 3 1B has one, of images).
+
+    Raises:
+        UnsupportedError: other tokens are beyond the embeddings.
+    """
     from gguf import TokenType
 
+    added_tokens = {index: added for index, added in tokenizer.added_tokens_decoder.items() if index < size}
+    beyond = {index for index in vocabulary.values() if index >= size} - tokenizer.added_tokens_decoder.keys()
+    if beyond:
+        raise UnsupportedError(f"a tokenizer of {max(beyond) + 1:,} tokens, and the model embeds {size:,}", SERVE)
     tokens = [f"[PAD{index}]" for index in range(size)]
     types = [int(TokenType.UNUSED)] * size
     for token, index in vocabulary.items():
+        if index >= size:
+            continue
         tokens[index] = token
         is_byte = pieces and len(token) == 6 and token.startswith("<0x")
         types[index] = TokenType.BYTE if is_byte else TokenType.NORMAL
-    for index, added in tokenizer.added_tokens_decoder.items():
+    for index, added in added_tokens.items():
         # llama.cpp looks for Gemma's runs of spaces in the text, before spaces are replaced; the longest comes first
         is_run = pieces and added.content == "▁" * len(added.content)
         tokens[index] = " " * len(added.content) if is_run else added.content

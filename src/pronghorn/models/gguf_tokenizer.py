@@ -92,9 +92,12 @@ def load_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
                 f"{beside} gives {special[f'{role}_token']!r} another id than {path.name} ({index})",
                 "put the tokenizer.json of this very model there",
             )
-    template = metadata.get("tokenizer.chat_template")
+    template, more = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_templates")
     if template is not None:
         tokenizer.chat_template = template
+    if more:  # for calls of tools, for instance
+        named = {name: metadata[f"tokenizer.chat_template.{name}"] for name in more}
+        tokenizer.chat_template = named if template is None else {"default": template, **named}
     architecture = metadata.get("general.architecture")
     tokenizer.model_max_length = int(metadata.get(f"{architecture}.context_length") or tokenizer.model_max_length)
     return tokenizer
