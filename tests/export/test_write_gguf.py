@@ -291,6 +291,9 @@ def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) 
         model.save_pretrained_gguf(tmp_path / "none")
     with pytest.raises(ConfigError, match="gguf is there already"):
         model.save_pretrained_gguf(tmp_path / "gguf", tokenizer)
+    for nothing in (None, []):
+        with pytest.raises(ConfigError, match="names none: use 'q8_0', or a list"):
+            model.save_pretrained_gguf(tmp_path / "none", tokenizer, quantization_method=nothing)
     assert all(map(Path.is_file, files)) and [path.name for path in tmp_path.iterdir()] == ["gguf"]
 
 
