@@ -169,7 +169,7 @@ def test_an_adapter_of_embeddings_is_refused(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
-    with pytest.raises(UnsupportedError, match="adapter of model.embed_tokens can't be written"):
+    with pytest.raises(UnsupportedError, match=r"adapter of model.embed_tokens can't be written"):
         write_gguf_lora(model, tmp_path / "adapter.gguf")
 
 
