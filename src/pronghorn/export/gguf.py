@@ -32,7 +32,7 @@ from pronghorn.families.spec import FamilySpec
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.gguf import name_table
-from pronghorn.models.gguf_tokenizer import byte_level_names, splits_alike
+from pronghorn.models.gguf_tokenizer import byte_level_names, space_before, splits_alike
 from pronghorn.precision.loader import StoredTensor, checkpoint
 
 _AT_ONCE = 2**25
@@ -267,7 +267,7 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, st
     for index in tokenizer.convert_tokens_to_ids([token for token in form.shown if token in tokens]):
         types[index] = TokenType.USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    prefix = pieces and "Prepend" in json.dumps(backend["normalizer"])
+    prefix = pieces and space_before(tokenizer, backend)
     merged = form.merged_pieces if pieces and not prefix else None
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     if merged and not begins:
