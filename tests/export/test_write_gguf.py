@@ -283,6 +283,17 @@ def test_k_quants_are_made_by_llama_cpp(stories: Path, tmp_path: Path, monkeypat
     assert not list(tmp_path.glob("*.gguf"))
 
 
+def test_numbers_beyond_float16_are_not_written_as_infinity(tmp_path: Path) -> None:
+    tokenizer = byte_level("llama-bpe")
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = 70_000
+    folder = save(model, tokenizer, tmp_path / "merged")
+    with pytest.raises(UnsupportedError, match=r"blk\.1\.ffn_down\.weight holds numbers beyond float16's: use bf16"):
+        write_gguf(folder, tmp_path / "model.gguf", "f16")
+    write_gguf(folder, tmp_path / "model.gguf", "bf16")
+
+
 def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) -> None:
     model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, dtype="float32")
     files = model.save_pretrained_gguf(tmp_path / "gguf", tokenizer, quantization_method=["q8_0", "f16"])

@@ -376,7 +376,7 @@ def _write_tensors(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for (_, stored, made), kind in zip(tensors(), kinds, strict=True):
+    for (name, stored, made), kind in zip(tensors(), kinds, strict=True):
         count = stored.shape[0] if stored.shape else 1
         # what is changed is changed as a whole: heads are
         whole = replace(made, name="") != Part()
@@ -385,6 +385,8 @@ def _write_tensors(
         for start in range(0, count, at_once):
             part = (stored if isinstance(stored, Tensor) else stored.rows(start, min(start + at_once, count))).float()
             part = changed(made, part) if whole else part
+            if kind == GGMLQuantizationType.F16 and not (part.abs() <= np.finfo(np.float16).max).all():
+                raise UnsupportedError(f"{name} holds numbers beyond float16's", "use bf16, f32 or q8_0")
             packed = kind == GGMLQuantizationType.MXFP4
             parts.append(pack_mxfp4(part).numpy() if packed else quantize(part.numpy(), kind))
         writer.write_tensor_data(np.concatenate(parts) if len(parts) > 1 else parts[0])
