@@ -281,7 +281,9 @@ class FastLanguageModel:
         """
         _refuse(unsupported, FastLanguageModel.save_pretrained_gguf)
         _check_tokenizer(tokenizer, "quantization_method")
-        methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
+        methods = list(quantization_method) if isinstance(quantization_method, (list, tuple)) else [quantization_method]
+        if not methods or not all(isinstance(method, str) for method in methods):
+            raise ConfigError(f"quantization_method = {quantization_method!r} names none", "use 'q8_0', or a list")
         if tokenizer is None:
             raise ConfigError("a GGUF file holds the tokenizer, and none is given", "give it as the second argument")
         check_quantisations(methods)

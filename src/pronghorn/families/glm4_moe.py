@@ -47,5 +47,5 @@ GLM4_MOE = FamilySpec(
     blocks=_blocks,
     partial_rotary=True,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf("glm4moe", values=_values, split=_split),
+    gguf=Gguf("glm4moe", values=_values, split=_split, biases=("attention_bias",)),
 )

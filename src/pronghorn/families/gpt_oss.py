@@ -48,5 +48,7 @@ GPT_OSS = FamilySpec(
     load_attention="eager",
     halved_rotary=True,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf("gpt-oss", values=_values, unlike=_unlike, split=_split, goes_on=("<|end|>",)),
+    gguf=Gguf(
+        "gpt-oss", values=_values, unlike=_unlike, split=_split, goes_on=("<|end|>",), biases=("attention_bias",)
+    ),
 )

@@ -198,10 +198,12 @@ def _with_adapter(base: Any, folder: str | Path) -> Any:
     except (TypeError, ValueError) as error:
         raise DataError(f"{folder}: its {CONFIG} can't be used ({error})", "save the adapter again") from error
     check_whole_modules(base, getattr(config, "modules_to_save", None) or ())
+    if (composite := getattr(base, "composite", None)) is not None:
+        composite.adapt(config, base)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys")
-            model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True)
+            model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True, config=config)
     except UserWarning as error:
         raise DataError(f"{folder} lacks weights of its adapter ({error})", "copy or save the adapter again") from error
     except RuntimeError as error:

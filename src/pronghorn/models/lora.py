@@ -122,7 +122,9 @@ def add_lora(
     if listed and (module := next((t for t in targets for n in _named(t, names) if not _adaptable(model, n)), None)):
         raise ConfigError(f"target module {module!r} is no linear", f"use some of {', '.join(own)}")
     _check_target_parameters(model, target_parameters or (), lora_dropout)
-    _check_patterns({**(rank_pattern or {}), **(alpha_pattern or {})}, names)
+    leaves = [name for name, module in model.named_modules() if not [*module.children()]]
+    for pattern in (rank_pattern, alpha_pattern):
+        _check_patterns(pattern or {}, [*leaves, *weight_names(model)])
     if high := next(((name, rank) for name, rank in (rank_pattern or {}).items() if rank > most), None):
         raise ConfigError(
             f"rank_pattern {high[0]!r} gives {high[1]}, above {most}, the most for this model",
@@ -335,7 +337,8 @@ def _check_head_of_rows(base: Any, rows: dict[str, list[int]], tied: bool) -> No
 
 
 def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
-    """Refuse a pattern that matches nothing, which PEFT passes over; it is compared with the ends of names."""
+    """Refuse a pattern that matches nothing, which PEFT passes over, and two of which the order decides: PEFT takes the
+    first, and saves them sorted. They are compared with the ends of names."""
     for pattern, value in patterns.items():
         check_pattern(pattern)
         if not 1 <= value < float("inf") or not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
@@ -343,6 +346,14 @@ def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
             raise ConfigError(
                 f"rank_pattern or alpha_pattern {pattern!r} {what}",
                 "name a module of the model, with a number from 1 on",
+            )
+    for name in names if len(patterns) > 1 else ():
+        found = [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)]
+        if found and patterns[found[0]] != patterns[min(found)]:
+            raise ConfigError(
+                f"rank_pattern or alpha_pattern {found[0]!r} and {min(found)!r} both match {name}, and the saved "
+                "adapter would have the second's number",
+                "write patterns of which a module matches one",
             )
 
 
