@@ -18,6 +18,7 @@ from pronghorn.api import FastLanguageModel
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.export.merge import save_merged
+from pronghorn.export.onto_original import adapter_on_original
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import RUN
 from pronghorn.memory.estimate import resting_bytes
@@ -203,6 +204,8 @@ def test_a_saved_adapter_loads_over_its_packed_base(tmp_path: Path, kind: str) -
     ids = torch.randint(3, 90, (1, 40))
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
+    with pytest.raises(UnsupportedError, match="--onto original of a checkpoint that is quantised itself"):
+        adapter_on_original(tmp_path / "adapter", again)
 
 
 @pytest.mark.parametrize("pattern", ["re:.*self_attn.*", "model.layers.*.self_attn", "self_attn.q_proj", QUERY])
