@@ -349,7 +349,8 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
     composite = composite_of(base)
     loader = AutoModelForCausalLM if composite is None else type(composite.whole)
     options = {"trust_remote_code": False} if composite is None else {}
-    limit = MERGED_LOGITS[dtype].limit(0.0)  # a forgotten adapter that was trained at all is far beyond it
+    # a forgotten adapter that was trained at all is far beyond it; the adapted model's own products are in its dtype
+    limit = max(MERGED_LOGITS[each].limit(0.0) for each in {dtype, base.dtype} & MERGED_LOGITS.keys())
     # Products in 16 bits are off by as much as rounded weights: where both are too much, a float32 model's is computed
     # again in float32, which takes twice the memory.
     for computed in dict.fromkeys((dtype, torch.promote_types(dtype, base.dtype))):

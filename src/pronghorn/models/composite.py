@@ -19,6 +19,7 @@ import torch
 
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
+from pronghorn.models.packed_formats import ALSO_NAMED, FORMATS
 from pronghorn.models.passes import short
 from pronghorn.precision.loader import StoredTensor
 
@@ -84,7 +85,13 @@ class Composite:
         stored = getattr(self.config, "quantization_config", None)
         if stored is not None:
             stored = stored if isinstance(stored, dict) else stored.to_dict()
-            text.quantization_config = _renamed(stored, (self.outer, self._outer_in_files()), self.inner)
+            packed = stored.get("quant_method") in list(FORMATS)
+            outer = (self.outer, self._outer_in_files())
+            text.quantization_config = (
+                {**stored, ALSO_NAMED: [_own_start(self.inner, each) for each in outer]}
+                if packed
+                else _renamed(stored, outer, self.inner)
+            )
         text._name_or_path = self.config._name_or_path
         return text
 
@@ -170,6 +177,11 @@ def by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     from peft.utils.other import get_pattern_key
 
     return patterns.get(get_pattern_key(tuple(patterns), name), default)
+
+
+def _own_start(inner: str, outer: str) -> tuple[str, str]:
+    """Return how names begin in the causal LM and in the whole: the head's, too, where the whole has the LM's names."""
+    return ("", outer.removesuffix(inner)) if f".{outer}".endswith(f".{inner}") else (inner, outer)
 
 
 def _renamed(value: Any, outer: tuple[str, ...], inner: str) -> Any:

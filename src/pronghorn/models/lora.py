@@ -13,6 +13,7 @@ import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families.spec import GatedMLP
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.linears import is_4bit
 from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
@@ -235,7 +236,7 @@ def check_model(model: Any, where: str) -> None:
 
 def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
     """Refuse names in `modules_to_save` that the model lacks, that hold its decoder layers (PEFT would copy them), or
-    whose weights are in 4 bits.
+    whose weights are in few bits.
 
     Raises:
         ConfigError: names the module.
@@ -253,11 +254,13 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
                 f"modules_to_save {module!r} holds the model's layers",
                 f"name modules beside or inside layers, e.g. {head}; full_finetuning=True trains every weight",
             )
-        if any(is_4bit(inner) for name in found for inner in model.get_submodule(name).modules()):
-            raise ConfigError(
-                f"modules_to_save {module!r} is in 4 bits, which can't be trained",
-                "name it in target_modules instead, or load the model in 16 bits (load_in_4bit=False)",
-            )
+        for inner in (inner for name in found for inner in model.get_submodule(name).modules()):
+            packed = any(isinstance(each, PackedTensor) for each in inner.parameters(recurse=False))
+            if packed or is_4bit(inner):
+                raise ConfigError(
+                    f"modules_to_save {module!r} is in {'few' if packed else '4'} bits, which can't be trained",
+                    "name it in target_modules instead, or load the model in 16 bits (load_in_4bit=False)",
+                )
 
 
 def _check_targets(
