@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
@@ -182,7 +181,9 @@ class FoundModel:
             )
         if quantization is not None:
             model.__dict__[LOADED_BY] = reason
-        return prepare_4bit(with_dtype(model, dtype) if self.is_quantised else model, device)
+        elif self.is_quantised:
+            with_dtype(model, dtype)
+        return prepare_4bit(model, device)
 
 
 _NAME_BASE = "set base_model_name_or_path in its adapter_config.json to the model that it was trained on"
@@ -391,10 +392,3 @@ def _check_gguf(path: Path, load_in_4bit: bool) -> None:
             f"load_in_4bit with {path.name}: a GGUF file is unpacked to dense weights",
             "save it once with save_pretrained and load that folder with load_in_4bit=True",
         )
-
-
-def trainable_parameters(model: nn.Module) -> dict[str, float]:
-    """Count how much of the model is trained: `tensors`, `parameters`, and their `share` of all parameters."""
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    everything = sum(p.numel() for p in model.parameters())
-    return {"tensors": len(trained), "parameters": sum(trained), "share": sum(trained) / max(everything, 1)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,11 +139,10 @@ def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype, exp
 def with_dtype(model: Any, dtype: torch.dtype) -> Any:
     """Give a model of a checkpoint in 4 bits the dtype that was asked for, and return it: of its other weights, and of
     what the 4 bits are written out to and multiplied in. transformers 5 leaves what the checkpoint has."""
-    kept = model._get_dtype_plan(dtype)  # float32, by parts of names
+    kept = "|".join(pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype))  # in float32
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
-            wanted = next((kept[part] for part in name.split(".") if part in kept), dtype)
-            parameter.data = parameter.data.to(wanted)
+            parameter.data = parameter.data.to(torch.float32 if kept and re.search(kept, name) else dtype)
     for module in model.modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
         if state is not None:
