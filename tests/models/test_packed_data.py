@@ -1,4 +1,4 @@
-"""Packed weights can't be replaced by dense ones, which adapters do that begin with a part of the base's weights."""
+"""Packed weights can't be replaced by dense ones, as PEFT does for adapters that change the base and where it merges."""
 
 from __future__ import annotations
 
@@ -50,3 +50,10 @@ def test_a_packed_weight_takes_the_data_of_another(tmp_path: Path) -> None:
     assert not torch.equal(first, second)
     first.data = second.data.to(torch.bfloat16)
     assert first.dtype is torch.bfloat16 and torch.equal(first.dequantise(), second.dequantise().to(first.dtype))
+
+
+def test_merging_dora_into_packed_weights_is_refused(tmp_path: Path) -> None:
+    packed_linears(tmp_path, "nvfp4")
+    model = get_peft_model(loaded(tmp_path), LoraConfig(r=4, use_dora=True, target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedError, match="a NVFP4Tensor's data can't be replaced by a Tensor"):
+        model.merge_and_unload()

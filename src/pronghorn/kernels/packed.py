@@ -62,9 +62,9 @@ class PackedTensor(Tensor):
         # torch would take a dense one without a word, and what reads the parts go on with the weight before
         if type(value) is not type(self):
             raise UnsupportedError(
-                f"a {type(self).__name__}'s data can't be replaced by a {type(value).__name__}, as PEFT's "
-                "init_lora_weights 'pissa', 'corda' and their like do",
-                "load the model in 16 bits to change its weights, or leave init_lora_weights out",
+                f"a {type(self).__name__}'s data can't be replaced by a {type(value).__name__}, as PEFT does "
+                "for init_lora_weights 'pissa', 'corda' and their like, and where it merges DoRA",
+                "load the model in 16 bits to change its weights",
             )
         _data.__set__(self, value)
         self.parts, self.facts = value.parts, value.facts
