@@ -1,4 +1,4 @@
-"""Packed weights can't be replaced by dense ones, as PEFT does for adapters that change the base and where it merges."""
+"""Packed weights can't be replaced by dense ones: PEFT does so for adapters that change the base, and merging DoRA."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.layers.watch import Watch
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from support.packed_linears import packed_linears
@@ -46,9 +47,13 @@ def test_adapters_that_change_the_base_are_refused_over_packed_weights_alone(tmp
 
 def test_a_packed_weight_takes_the_data_of_another(tmp_path: Path) -> None:
     packed_linears(tmp_path, "rows")
-    first, second = (layer.self_attn.q_proj.weight for layer in loaded(tmp_path).model.layers)
+    model = loaded(tmp_path)
+    first, second = (layer.self_attn.q_proj.weight for layer in model.model.layers)
     assert not torch.equal(first, second)
+    before = Watch([model.model.layers[0]])
+    assert before.same()
     first.data = second.data.to(torch.bfloat16)
+    assert not before.same()
     assert first.dtype is torch.bfloat16 and torch.equal(first.dequantise(), second.dequantise().to(first.dtype))
 
 
