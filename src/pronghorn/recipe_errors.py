@@ -167,6 +167,17 @@ def _first_key(section: str, about: dict[str, str]) -> str:
     return next((name.split(".")[1] for name in about if name.startswith(f"{section}.")), "key")
 
 
+def without_section(key: str, about: Mapping[str, str]) -> str | None:
+    """Return what to write instead of an override's key that names no section, or None where nobody knows."""
+    if key in NO_KEYS:
+        return NO_KEYS[key]
+    own = next((name for name in about if name.count(".") == 1 and name.endswith(f".{key}")), None)
+    meant = ALIASES.get(key) or own
+    if meant is None:
+        return None
+    return f"did you mean {meant}=…?" if "." in meant else f"the section is {meant}: write {meant}.KEY=…"
+
+
 def _meant(path: list[str], about: dict[str, str]) -> str:
     """Return what to write instead of an unknown key."""
     *outer, key = (part for part in path if not part.isdigit())
