@@ -65,7 +65,7 @@ class Recipe(Section):
         table = read_table(path)
         refuse_others(path, table)
         for override in overrides:
-            override_key(table, override, lambda key: without_section(key, _about()))
+            override_key(table, override, lambda key, value: without_section(key, value, _about()))
         table = {section: {} if value is None else value for section, value in table.items()}
         try:
             recipe = cls.model_validate(table)

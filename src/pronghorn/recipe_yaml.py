@@ -121,11 +121,13 @@ def _place(loader: _Loader, node: yaml.Node) -> str:
     return f"{loader.name} line {node.start_mark.line + 1}"
 
 
-def override_key(table: dict[str, Any], override: str, meant: Callable[[str], str | None] = lambda key: None) -> None:
+def override_key(
+    table: dict[str, Any], override: str, meant: Callable[[str, str], str | None] = lambda *_: None
+) -> None:
     """Put `section.key=value` into the table; the value is YAML.
 
     Args:
-        meant: returns the key with its section that stands for one without, or what to do instead.
+        meant: returns what to write instead of a key without its section and this value, or None.
     """
     key, equals, value = override.partition("=")
     section, dot, name = key.strip().partition(".")
@@ -135,7 +137,7 @@ def override_key(table: dict[str, Any], override: str, meant: Callable[[str], st
         if key.strip().endswith((".yaml", ".yml")):
             remedy = "one recipe a command; a change is written e.g. train.max_steps=3"
         elif equals and not dot:
-            remedy = meant(section) or remedy
+            remedy = meant(section, value) or remedy
         raise ConfigError(f"{shown} is not section.key=value", remedy)
     if table.setdefault(section, {}) is None:
         table[section] = {}
