@@ -233,16 +233,15 @@ class Run:
     def with_other_weights(self) -> None:
         """Run a row forward and backward with every trained weight times −2, and take that back, in place as an
         optimiser would: whatever the attached model made of weights in an earlier step must follow them."""
-        batch = self._batch(self.subject.rows[-1])
-        for factor in (-2.0, -0.5):  # exact in every dtype
-            with torch.no_grad():
-                for parameter in self.parameters.values():
-                    parameter.mul_(factor)
-            if factor == -2.0:
-                with self._autocast():
-                    loss = self.model(**batch, use_cache=False).loss
-                loss.backward()
-        for parameter in self.parameters.values():
+        batch, trained = self._batch(self.subject.rows[-1]), list(self.parameters.values())
+        with torch.no_grad():
+            torch._foreach_mul_(trained, -2.0)
+        with self._autocast():
+            loss = self.model(**batch, use_cache=False).loss
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_mul_(trained, -0.5)  # the same bits: powers of two
+        for parameter in trained:
             parameter.grad = None
 
     def ours(self) -> Passes:

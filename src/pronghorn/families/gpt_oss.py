@@ -27,7 +27,7 @@ def _unlike(config: Any) -> str | None:
 
 
 def _split(name: str, config: Any) -> Mapping[str, Rows]:
-    """Turn experts' matrices, which lie transposed, and take gates and ups, in turns there, apart."""
+    """Transpose experts' matrices, and separate their gates from their ups, which alternate."""
     path, _, leaf = name.rpartition(".")
     gate, up, down = (f"{path}.{part}_proj" for part in ("gate", "up", "down"))
     if leaf == "gate_up_proj":

@@ -17,7 +17,7 @@ OLMO_BLOCKS = same_blocks(
 
 
 def tied_head(config: Any) -> str | None:
-    """Say so of a configuration whose head llama.cpp would look for."""
+    """Say that the head is the embeddings, where it is: llama.cpp's model has a head of its own."""
     return "a head that is the embeddings" if config.tie_word_embeddings else None
 
 

@@ -342,16 +342,18 @@ def _check_head_of_rows(base: Any, rows: dict[str, list[int]], tied: bool) -> No
 def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
     """Refuse a pattern that matches nothing, which PEFT passes over, and two of which the order decides: PEFT takes the
     first, and saves them sorted. They are compared with the ends of names."""
+    compiled = dict[str, re.Pattern[str]]()
     for pattern, value in patterns.items():
         check_pattern(pattern)
-        if not 1 <= value < float("inf") or not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+        compiled[pattern] = re.compile(rf"(.*\.)?({pattern})$")
+        if not 1 <= value < float("inf") or not any(map(compiled[pattern].match, names)):
             what = "matches no module" if 1 <= value < float("inf") else f"gives {value}, no number from 1 on"
             raise ConfigError(
                 f"rank_pattern or alpha_pattern {pattern!r} {what}",
                 "name a module of the model, with a number from 1 on",
             )
     for name in names if len(patterns) > 1 else ():
-        found = [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)]
+        found = [pattern for pattern, matcher in compiled.items() if matcher.match(name)]
         if found and patterns[found[0]] != patterns[min(found)]:
             raise ConfigError(
                 f"rank_pattern or alpha_pattern {found[0]!r} and {min(found)!r} both match {name}, and the saved "

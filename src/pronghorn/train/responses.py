@@ -45,13 +45,10 @@ def train_on_responses_only(
     if not hasattr(owner, "processing_class"):
         raise ConfigError(f"train_on_responses_only got a {type(trainer).__name__}", "give the SFTTrainer")
     if instruction_part is None or response_part is None:
-        gone = " and no ".join(
-            f"{name}_part"
-            for name, part in (("instruction", instruction_part), ("response", response_part))
-            if part is None
-        )
+        parts = {"instruction_part": instruction_part, "response_part": response_part}
+        missing = " and no ".join(name for name, part in parts.items() if part is None)
         raise ConfigError(
-            f"train_on_responses_only got no {gone}",
+            f"train_on_responses_only got no {missing}",
             "give what begins a user's turn and what begins an assistant's, as the chat template writes them: of "
             "ChatML instruction_part='<|im_start|>user\\n', response_part='<|im_start|>assistant\\n'",
         )
