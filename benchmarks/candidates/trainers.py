@@ -161,8 +161,23 @@ def pronghorn(
     return found | {"paths": report, "graph_replays": handle.graphs.replays if handle.graphs else 0}
 
 
-def dpo(given: dict[str, Any], ours: bool, **more: Any) -> dict[str, Any]:
-    """TRL's DPO of TRL's model, as it comes, or of Pronghorn's, which is in bf16 by itself."""
+def begin_alike(model: Any) -> None:
+    """Draw the matrices A of the trained adapter anew, the same in every candidate, so that losses can be compared.
+
+    B is zero, so that the reference model stays what it is.
+    """
+    import torch
+
+    draws = torch.Generator().manual_seed(3407)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_A.default." in name:
+                bound = parameter.shape[1] ** -0.5
+                parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=draws))
+
+
+def dpo(given: dict[str, Any], ours: bool, float32: bool = False, **more: Any) -> dict[str, Any]:
+    """TRL's DPO of TRL's model, as it comes or in float32, or of Pronghorn's, which is in bf16 by itself."""
     import torch
     import trl as library
     from datasets import Dataset
@@ -179,7 +194,8 @@ def dpo(given: dict[str, Any], ours: bool, **more: Any) -> dict[str, Any]:
         given["folder"] + "/out", per_device_train_batch_size=given["documents"], max_length=given["tokens"],
         num_train_epochs=given["epochs"], max_steps=given["steps"], learning_rate=given["learning_rate"],
         warmup_steps=10, logging_steps=10, logging_first_step=True, save_strategy="no", report_to="none",
-        disable_tqdm=True, seed=3407, use_cpu=not cuda, bf16=cuda and not ours, **more,
+        disable_tqdm=True, seed=3407, use_cpu=not cuda, bf16=cuda and not ours and not float32,
+        **more,
     )  # fmt: skip
     rows = Dataset.from_list(read_pairs(given["pairs"]))
     if ours:
@@ -187,14 +203,18 @@ def dpo(given: dict[str, Any], ours: bool, **more: Any) -> dict[str, Any]:
             given["model"], max_seq_length=given["tokens"], use_gradient_checkpointing=False
         )
         model = FastLanguageModel.get_peft_model(model, **alike)
-        found = finish(library.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer), given)
+        trainer = library.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer)
+        begin_alike(trainer.model)
+        found = finish(trainer, given)
         handle: Any = attached(model)
         report = {path.part: f"{path.path} ({path.why})" for path in handle.report}
         return found | {"paths": report, "graph_replays": handle.graphs.replays if handle.graphs else 0}
-    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.bfloat16 if cuda else torch.float32)
+    dtype = torch.bfloat16 if cuda and not float32 else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype)
     lora = LoraConfig(**alike, task_type="CAUSAL_LM")
     tokenizer = AutoTokenizer.from_pretrained(given["model"])
     trainer = library.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=lora)
+    begin_alike(trainer.model)
     return finish(trainer, given)
 
 
@@ -235,6 +255,7 @@ CANDIDATES: dict[str, Any] = {
     "pronghorn-nf4-fp8": (pronghorn, {"in_4_bits": True, "compute": "fp8"}),
     "dpo-trl": (dpo, {"ours": False}),
     "dpo-trl-best": (dpo, {"ours": False, "gradient_checkpointing": False}),
+    "dpo-trl-float32": (dpo, {"ours": False, "float32": True, "gradient_checkpointing": False}),
     "dpo-pronghorn": (dpo, {"ours": True, "gradient_checkpointing": False}),
     "evaluate": (evaluate, {}),
 }

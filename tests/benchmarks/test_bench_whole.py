@@ -238,16 +238,17 @@ def test_pairs_are_trained_on_by_dpo(tmp_path: Path) -> None:
     write_checkpoint(SHAPES["tiny"], tmp_path / "model", seed=0)
     rows = [{"instruction": f"count to {i}", "input": "", "chosen": "one " * i, "rejected": "no"} for i in range(1, 13)]
     (tmp_path / "pairs.json").write_text(json.dumps(rows))
-    asked = ["--model", tmp_path / "model", "--pairs", tmp_path / "pairs.json", "--tokens", 256, "--steps", 2]
+    asked = ["--model", tmp_path / "model", "--pairs", tmp_path / "pairs.json", "--tokens", 256, "--steps", 12]
     done = programs.invoke(end_to_end, *asked, "--out", tmp_path / "out.json", "--only", "dpo-trl", "dpo-pronghorn")
     facts = json.loads((tmp_path / "out.json").read_text())
     assert done.exit_code == 0, facts
     counts = [len(f"count to {i}\n") * 2 + len("one " * i) + len("no") for i in range(1, 13)]
     assert facts["mean_tokens"] == sum(counts) / len(counts), "tokens are bytes"
     plain, ours = (facts["parts"][name] for name in ("dpo-trl", "dpo-pronghorn"))
-    assert plain["steps"] == ours["steps"] == 2 and "paths" in ours
-    # adapters begin otherwise: only the first loss is the same, that of no difference yet, log 2
+    assert plain["steps"] == ours["steps"] == 12 and "paths" in ours
+    # no difference yet: log 2; then the same, as adapters begin alike
     assert plain["losses"][0] == ours["losses"][0] == pytest.approx(0.6931, abs=1e-4)
+    assert plain["losses"][1] == pytest.approx(ours["losses"][1], abs=1e-5) != pytest.approx(0.6931, abs=1e-4)
     none = programs.invoke(end_to_end, *asked, "--only", "trl")
     assert none.exit_code == 1 and "--pairs" in none.stderr
 
