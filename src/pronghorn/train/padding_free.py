@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from pronghorn.data.batch import TILE_ROWS, Collator, round_up
+from pronghorn.data.batch import LONGEST_TAIL, TILE_ROWS, Collator, coarse, round_up
 from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import Handle, attached
 from pronghorn.models.causal_lm import has_own_loss
-from pronghorn.models.families import balances_experts, base_causal_lm, rope_limit
+from pronghorn.models.families import balances_experts, base_causal_lm, longest_tail, rope_limit
 from pronghorn.models.generic import PACKING
 from pronghorn.models.graph import BackboneGraphs
 from pronghorn.models.metadata import mixing_adapter
@@ -23,10 +23,6 @@ from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
 from pronghorn.models.report import PathTaken
 from pronghorn.precision.compute import Compute
-
-LONGEST_TAIL = 2048
-"""The most tokens that are added so that a row's length is one of few: a tail is a document, and graphs serve no rows
-with long ones."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class EndToEnd:
         pad_token_id: what fills the tail (None: 0).
         multiple: of tokens; so that few lengths of rows differ.
         graphs: of the model, each of which serves one length of rows. While they are replayed lengths are rounded up
-            further (`grid`), so that few are left. Worker processes keep what was known when they began.
+            further (`coarse`), so that few are left. Worker processes keep what was known when they began.
         longest_tail: the most tokens that this may add to a row.
     """
 
@@ -59,7 +55,7 @@ class EndToEnd:
         tokens = len(whole["input_ids"])
         step = self.multiple
         if self.graphs is not None and self.graphs.replayed:
-            step *= max(1, min(grid(tokens), self.longest_tail) // step)
+            step = coarse(tokens, step, self.longest_tail)
         return Collator(round_up(tokens, step), self.pad_token_id)([whole])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,11 +71,6 @@ class KnownGraphs:
     replayed: bool
 
 
-def grid(tokens: int) -> int:
-    """Return what a row's tokens are rounded up to a multiple of where few lengths are wanted: four in an octave."""
-    return max(1 << (tokens - 1).bit_length() >> 3, 1)
-
-
 def _listed(values: Any) -> list[int]:
     return values.tolist() if hasattr(values, "tolist") else values
 
@@ -92,7 +83,7 @@ def joining(trainer: Any, pad_token_id: int | None) -> EndToEnd:
     limits = [rope_limit(base.config), getattr(base.config, "max_position_embeddings", None)]
     known, handle = [limit for limit in limits if limit and limit > 0], attached(trainer.model)
     multiple = min([int(trainer.args.pad_to_multiple_of or TILE_ROWS), *known])
-    return EndToEnd(pad_token_id, multiple, None if handle is None else handle.graphs, min([LONGEST_TAIL, *known]))
+    return EndToEnd(pad_token_id, multiple, None if handle is None else handle.graphs, longest_tail(base.config))
 
 
 def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
