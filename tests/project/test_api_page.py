@@ -39,8 +39,10 @@ def entry(title: str, line: str, thing: Any) -> Iterator[str]:
 
 
 def methods(kind: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the public methods that a class itself defines and describes."""
-    for name, value in vars(kind).items():
+    """Yield the public methods that a class, or one of ours that it extends, defines and describes."""
+    ours = [each for each in kind.__mro__ if each.__module__.startswith("pronghorn.")]
+    found = [(name, value) for each in ours for name, value in vars(each).items()]
+    for name, value in dict([*found, *found[::-1]]).items():  # the class's own in the place of those it extends
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if inspect.isfunction(function) and not name.startswith("_") and function.__doc__:
             yield name, function

@@ -19,6 +19,7 @@ from pronghorn.data.dealing import ByLength
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.models.attach import attached
+from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.compute import Compute
 from pronghorn.train import padding_free
@@ -108,6 +109,31 @@ def test_evaluations_have_padded_batches_whose_logits_can_be_read(tmp_path: Path
     trainer.train()
     trainer.evaluate()
     assert seen == [(ROWS, max(map(len, rows["input_ids"])), model.config.vocab_size)]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "starcoder2", "qwen2_moe"])
+def test_evaluations_whose_loss_alone_is_asked_for_make_no_logits(tmp_path: Path, model_type: str) -> None:
+    """The loss is that of padded batches, a mean of batches' means. Experts' auxiliary loss has these still."""
+    make = tiny_model if model_type == "llama" else generic_model
+    model, rows = make(model_type), documents()
+    model = model if hasattr(model, "peft_config") else add_lora(model, r=2)
+    changes = {"router_aux_loss_coef": 0.5} if model_type == "qwen2_moe" else {}
+    found, shapes = [], []
+    for metrics in (None, lambda given: {}):
+        trainer = trainer_of(SFTTrainer, tmp_path, model, eval_dataset=rows, compute_metrics=metrics,
+                             per_device_eval_batch_size=3, **changes)  # fmt: skip
+        seen: list[Any] = []
+        hook = base_causal_lm(model).base_model.register_forward_hook(
+            lambda module, args, kwargs, out, seen=seen: seen.append(kwargs["input_ids"].shape),
+            with_kwargs=True,
+        )
+        found.append(trainer.evaluate()["eval_loss"])
+        hook.remove()
+        shapes.append(seen)
+    assert found[0] == pytest.approx(found[1], rel=2e-5)
+    joined = model_type != "qwen2_moe"
+    assert len(shapes[0]) == len(shapes[1]) == -(-ROWS // 3)
+    assert {shape[0] for shape in shapes[0][:-1]} == {1 if joined else 3} and shapes[1][0][0] == 3
 
 
 def test_a_run_that_was_taken_up_in_an_epoch_goes_on_alike(tmp_path: Path) -> None:

@@ -75,6 +75,21 @@ def _listed(values: Any) -> list[int]:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
+def end_to_end(batch: dict[str, Any], collate: EndToEnd) -> dict[str, Any]:
+    """Return a padded batch with its documents in one row; as it is where there is more than tokens, a mask and labels,
+    or a sequence begins with padding, from which transformers' loss predicts its first token."""
+    if set(batch) != {"input_ids", "attention_mask", "labels"}:
+        return batch
+    ids, mask, labels = (batch[name].cpu().numpy() for name in ("input_ids", "attention_mask", "labels"))
+    if mask.shape != ids.shape or not mask[:, 0].all():
+        return batch
+    rows = [
+        {"input_ids": each[there].tolist(), "labels": wanted[there].tolist()}
+        for each, there, wanted in zip(ids, mask.astype(bool), labels, strict=True)
+    ]
+    return {name: value.to(batch["input_ids"].device) for name, value in collate(rows).items()}
+
+
 def joining(trainer: Any, pad_token_id: int | None) -> EndToEnd:
     """Make a trainer's collator of documents end to end; its tail is no longer than the model's documents may be."""
     base = base_causal_lm(trainer.model)

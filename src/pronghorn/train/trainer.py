@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -36,7 +35,7 @@ from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.families import base_causal_lm
 from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_model, prepared_rows, validate
 from pronghorn.train.counters import StepCounters
-from pronghorn.train.evaluate import heldout_loss
+from pronghorn.train.evaluating import EvaluatingTrainer
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.group import check_gpus_apart
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
@@ -53,10 +52,9 @@ from pronghorn.train.ranks import (
     leave_packed_to_each_process,
 )
 from pronghorn.train.rates import kept_rates
-from pronghorn.train.shared_layers import SharedLayersTrainer
 
 
-class SFTTrainer(SharedLayersTrainer):
+class SFTTrainer(EvaluatingTrainer):
     """TRL's `SFTTrainer` on the packed path; takes the same arguments (and `tokenizer` for `processing_class`).
 
     The model is attached if it isn't yet. With `args.packing` rows have `args.max_length` tokens (the model's
@@ -323,40 +321,6 @@ class SFTTrainer(SharedLayersTrainer):
         if (folder / state.MANIFEST).exists():
             contents = self.args.should_save and folder != self.checked  # of several processes one reads everything
             checkpoint.check_model(folder, checkpoint.verify(folder, contents=contents), self._fingerprint)
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Evaluate as TRL does; over packed rows the loss is the mean over every supervised token, on all ranks. The
-        time counts as no step's."""
-        with self._counted.paused():
-            rows = self.eval_dataset if eval_dataset is None else eval_dataset
-            if isinstance(rows, str) and isinstance(self.eval_dataset, dict):
-                rows = self.eval_dataset[rows]
-            raw = hasattr(rows, "column_names") and not isinstance(rows, (PackedRows, dict))  # a DatasetDict has them
-            if self._packs_eval and raw:  # given to this call
-                validate.check_dataset(
-                    "eval_dataset", rows, True, self.args, {"processing_class": self.processing_class}
-                )
-                formatting = getattr(self, "_formatting_func", None)
-                rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
-            if not isinstance(rows, PackedRows):
-                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-            validate.check_attached(self.model)
-            started = time.perf_counter()
-            with self.accelerator.autocast():
-                loss = heldout_loss(self.model, rows, self._pack_collator)
-            metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": time.perf_counter() - started}
-            self.log(dict(metrics))
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-            return metrics
-
-    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Predict as stock does. Packed rows are refused: predictions would be None, the loss a mean of rows'."""
-        if isinstance(test_dataset, PackedRows):
-            problem = "predict() was given packed rows, for which no logits are made"
-            raise UnsupportedError(problem, "give it the documents, or take the loss from evaluate()")
-        return super().predict(test_dataset, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return where checkpoints go: aside while one is being written."""
