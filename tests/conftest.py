@@ -6,6 +6,8 @@ import copy
 import functools
 import gc
 import os
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +40,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(copy, "_deepcopy_dispatch"):
         copy._deepcopy_dispatch[OrderedDict] = copy_of_ordered_dict
     os.fsync = lambda descriptor: None  # files need not outlive the machine, and every saved run waits for dozens
+    os.register_at_fork(after_in_child=own_lock_of_bars)
     for name in FIXTURES:
         config.pluginmanager.import_plugin(name)
+
+
+def own_lock_of_bars() -> None:
+    """Give a forked process a lock of its own for tqdm's bars: processes share one, and whoever is killed while it
+    draws keeps it from all others for good."""
+    if (bars := sys.modules.get("tqdm.std")) is None:
+        return
+    kinds, own = [bars.tqdm], threading.RLock()
+    for kind in kinds:  # each class may have one
+        kind.set_lock(own)
+        kinds += kind.__subclasses__()
 
 
 def copy_of_ordered_dict(value: OrderedDict[Any, Any], memo: dict[int, Any]) -> OrderedDict[Any, Any]:

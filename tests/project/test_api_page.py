@@ -41,8 +41,10 @@ def entry(title: str, line: str, thing: Any) -> Iterator[str]:
 def methods(kind: Any) -> Iterator[tuple[str, Any]]:
     """Yield the public methods that a class, or one of ours that it extends, defines and describes."""
     ours = [each for each in kind.__mro__ if each.__module__.startswith("pronghorn.")]
-    found = [(name, value) for each in ours for name, value in vars(each).items()]
-    for name, value in dict([*found, *found[::-1]]).items():  # the class's own in the place of those it extends
+    found: dict[str, Any] = {}
+    for each in ours:
+        found |= {name: value for name, value in vars(each).items() if name not in found}
+    for name, value in found.items():
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if inspect.isfunction(function) and not name.startswith("_") and function.__doc__:
             yield name, function

@@ -116,7 +116,7 @@ def test_a_signal_leaves_the_last_checkpoint_where_one_is_kept_and_another_is_th
 ) -> None:
     """transformers ends a training by deleting the last one then."""
     evaluations = iter([1.0, 2.0])
-    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
     monkeypatch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
     with pytest.raises(RunStopped, match="checkpoint-5 is saved"):
         run(make("run", train={"eval_steps": 2, "save_steps": 4, "keep_checkpoints": 1}), QUIET)
@@ -267,7 +267,7 @@ def test_the_best_is_of_the_held_out_rows_of_now(
     """And of adapters that weigh what they do now; earlier weights would be another model. Nor is it one of before,
     where nothing is evaluated any more: the steps since then would be for nothing."""
     evaluations = iter([1.0, 3.0, 2.5])
-    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
     table: dict[str, Any] = {"eval_steps": 4}
     with monkeypatch.context() as patch, pytest.raises(RunStopped):
         patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
@@ -465,7 +465,7 @@ def test_killed_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any
 @pytest.mark.slow
 def test_checkpoints_by_minutes_count_and_best(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     evaluations = iter([3.0, 1.0, 2.0, 2.5, 2.25, 9.0])
-    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
     train = {"save_steps": None, "save_minutes": 1e-6, "keep_checkpoints": 2, "eval_steps": 2, "patience": 3}
     record = run(make("run", train=train), QUIET)
     assert record.stopped == "patience" and [e["loss"] for e in record.evaluations] == [3.0, 1.0, 2.0, 2.5, 2.25]
@@ -479,7 +479,7 @@ def test_checkpoints_by_minutes_count_and_best(make: Make, tmp_path: Path, monke
 def test_killed_after_patience_ran_out(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     """The record says why training ended although the journal was not told."""
     evaluations = iter([1.0, 2.0])
-    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
     recipe = make("run", train={"eval_steps": 2, "patience": 1})
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -513,7 +513,7 @@ def test_no_run_is_quiet_for_long(make: Make, monkeypatch: Any) -> None:
 @pytest.mark.slow
 def test_the_last_weights_when_the_best_are_not_asked_for(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     evaluations = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
     run(make("run", train={"eval_steps": 4, "load_best": False}), QUIET)
     kept = (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes()
     assert kept == (tmp_path / "run/checkpoint-12/adapter_model.safetensors").read_bytes()

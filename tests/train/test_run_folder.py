@@ -221,7 +221,7 @@ def test_a_damaged_best_checkpoint_names_the_way_out(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluations = iter([1.0, 2.0])
-    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
     train = {"eval_steps": 2, "max_steps": 4}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -521,7 +521,7 @@ def test_evaluating_is_no_time_of_a_step(
 ) -> None:
     clock, hours = time.perf_counter, list[int]()
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600 * len(hours))
-    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: hours.append(0) or 1.0)
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: hours.append(0) or 1.0)
     model, tokenizer = adapted(stories)
     args = config(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
     trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, tokenizer=tokenizer)
@@ -1008,7 +1008,7 @@ def test_the_best_checkpoint_stays_known(
 ) -> None:
     """Where a better step was not saved, and where the run goes on in another folder."""
     evaluations = iter([3.0, 2.5, 2.6, 2.7] if moved else [3.0, 2.5, 2.4, 2.6])
-    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
 
     def trainer(folder: str, steps: int) -> SFTTrainer:
         model, tokenizer = adapted(stories)
@@ -1060,7 +1060,7 @@ def test_experts_that_are_saved_apart_go_on(
 ) -> None:
     """transformers joins experts when it loads a model, but not when it loads a checkpoint: they were the base's."""
     evaluations = iter([3.0, 4.0, 2.0])
-    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
     tokenizer = transformers.AutoTokenizer.from_pretrained(stories)
     args = config(tmp_path / "run", save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
                   load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False)  # fmt: skip

@@ -52,7 +52,7 @@ def check_sizes(name: str | Path, table: dict[str, Any]) -> None:
 
 
 def check_range(config: Any, dtype: torch.dtype) -> None:
-    """Refuse float16 for a family whose hidden states are beyond its range: every loss would be infinite.
+    """Refuse float16 for a family whose hidden states are beyond its range: every loss would be NaN.
 
     Raises:
         ConfigError: names the family and the dtypes to use.
