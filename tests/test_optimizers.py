@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers.training_args import OptimizerNames
 
 from pronghorn import FastLanguageModel, SFTTrainer
+from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError
 from pronghorn.models.auto_plan import setup_of, trained_tensors
 from pronghorn.optimizers import OptimizerName, TrainedTensor, check_optimizer, state_bytes
 from pronghorn.train.run import run
 from pronghorn.train.run_state import changed_keys, recipe_hash
 from support.runs import QUIET, Make
+from support.tiny import tiny_model
 from support.trainers import config
 
 NAMES = get_args(OptimizerName)
@@ -41,15 +43,18 @@ def trainer_of(stories: Path, rows: Dataset, folder: Path, **changes: Any) -> SF
     return SFTTrainer(model, config(folder, **settings), train_dataset=rows, tokenizer=tokenizer)
 
 
-def bytes_of(optimizer: Any) -> int:
-    """What the states' tensors take, without the counters of steps; what several share counts once."""
+def bytes_of(optimizer: Any) -> tuple[int, int]:
+    """What the states' tensors take on the device, and what is paged, without the counters of steps; what several share
+    counts once."""
     parts: list[Tensor] = []
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and name != "step":
                 inner = getattr(value, "tensor_attrs", None)
                 parts += [getattr(value, attribute) for attribute in inner] if inner else [value]
-    return sum({part.data_ptr(): part.nbytes for part in parts}.values())
+    paged = {part.data_ptr(): part.nbytes for part in parts if getattr(part, "is_paged", False)}
+    whole = {part.data_ptr(): part.nbytes for part in parts}
+    return sum(whole.values()) - sum(paged.values()), sum(paged.values())
 
 
 @pytest.mark.matrix(1)
@@ -57,23 +62,45 @@ def bytes_of(optimizer: Any) -> int:
 def test_states_take_what_is_counted_and_a_run_goes_on_to_the_same_bits(
     name: str, stories: Path, rows: Dataset, tmp_path: Path
 ) -> None:
-    pytest.importorskip(PACKAGES.get(name, "torch"))
-    trainer = trainer_of(stories, rows, tmp_path / "whole", optim=name)
+    check_a_run(name, stories, rows, tmp_path / "whole")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_states_take_what_is_counted_and_a_run_goes_on_to_the_same_bits(
+    name: str, rows: Dataset, tmp_path: Path
+) -> None:
+    """In bfloat16, over matrices and embeddings that paged optimisers page."""
+    wide = tiny_model("llama", vocab_size=512, hidden_size=256, intermediate_size=512, eos_token_id=2)
+    wide.save_pretrained(tmp_path / "wide")
+    byte_tokenizer(512).save_pretrained(tmp_path / "wide")
+    trainer = check_a_run(name, tmp_path / "wide", rows, tmp_path / "whole", use_cpu=False, bf16=True)
+    assert trainer.model.device.type == "cuda"
+    assert (bytes_of(trainer.optimizer.optimizer)[1] > 0) == ("paged" in name)
+
+
+def check_a_run(name: str, model: Path, rows: Dataset, folder: Path, **changes: Any) -> SFTTrainer:
+    """Train with an optimiser, and once more from a checkpoint in the middle; return the second trainer."""
+    pytest.importorskip(PACKAGES.get(name.removeprefix("paged_"), "torch"))
+    trainer = trainer_of(model, rows, folder, optim=name, **changes)
     setup = setup_of(trainer.model, 256, optimizer=name)
     trainer.train()
     inner = trainer.optimizer.optimizer
-    assert type(inner).__module__.startswith(PACKAGES.get(name, "torch")), "another optimiser trained"
+    package = PACKAGES.get(name, "bitsandbytes" if "paged" in name else "torch")
+    assert type(inner).__module__.startswith(package), "another optimiser trained"
     counted = setup.optimizer_bytes, setup.paged_bytes
     if name == "adafactor":  # its sums over rows and columns are left out
-        assert counted == (0, 0) and bytes_of(inner) < sum(p.nbytes for p in trainer.model.parameters()) / 20
+        assert counted == (0, 0) and sum(bytes_of(inner)) < sum(p.nbytes for p in trainer.model.parameters()) / 20
     else:
-        assert (bytes_of(inner), 0) == counted
-    resumed = trainer_of(stories, rows, tmp_path / "whole", optim=name)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+        assert bytes_of(inner) == counted
+    resumed = trainer_of(model, rows, folder, optim=name, **changes)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert bytes_of(resumed.optimizer.optimizer)[1] == bytes_of(inner)[1], "loaded states aren't paged"
     once, again = (dict(each.model.named_parameters()) for each in (trainer, resumed))
     assert all(torch.equal(weight, again[key]) for key, weight in once.items())
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(set(losses)) == 4 and resumed.state.global_step == 4, "nothing was trained"
+    return resumed
 
 
 def test_quantised_states_take_less_than_float32_ones() -> None:

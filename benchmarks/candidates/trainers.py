@@ -183,7 +183,9 @@ def dpo(given: dict[str, Any], ours: bool, **more: Any) -> dict[str, Any]:
     )  # fmt: skip
     rows = Dataset.from_list(read_pairs(given["pairs"]))
     if ours:
-        model, tokenizer = FastLanguageModel.from_pretrained(given["model"], max_seq_length=given["tokens"])
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            given["model"], max_seq_length=given["tokens"], use_gradient_checkpointing=False
+        )
         model = FastLanguageModel.get_peft_model(model, **alike)
         found = finish(library.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer), given)
         handle: Any = attached(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pronghorn.errors import ConfigError
 
@@ -138,3 +138,23 @@ def state_bytes(name: str, tensors: Iterable[TrainedTensor]) -> tuple[int, int]:
         device += optimizer.states * scales
     tables = min(optimizer.states, 2) if maps else 0  # AdEMAMix's two means share one
     return device + 1024 * tables, paged  # the codes' values, once for all tensors
+
+
+def page_again(optimizer: Any) -> None:
+    """Put states back into memory that moves to the host when the device is full: bitsandbytes loads a checkpoint's
+    paged states to the device for good.
+
+    Args:
+        optimizer: any; only bitsandbytes' paged ones have something to do.
+    """
+    if not getattr(optimizer, "is_paged", False):
+        return
+    from bitsandbytes.functional import get_paged
+
+    for parameter, state in optimizer.state.items():
+        for name in {"state1", "state2"} & state.keys():
+            loaded = state[name]
+            if parameter.numel() >= PAGED_FROM and loaded.is_cuda:  # what is paged counts as the CPU's
+                paged = get_paged(*loaded.shape, dtype=loaded.dtype, device=loaded.device)
+                state[name] = paged.copy_(loaded)
+                optimizer.page_mng.paged_tensors.append(paged)

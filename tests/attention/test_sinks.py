@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pronghorn.attention import explicit, varlen
 from pronghorn.attention.masked import masked_attention, per_document_attention
+from pronghorn.attention.packed import _metadata_in_every_layer
 from pronghorn.data.batch import TILE_ROWS, PackedBatch
 from pronghorn.kernels import attention as tiles
 from support.tolerance import ThreeWay
@@ -132,7 +133,7 @@ def test_comparison_can_fail() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("way", ["tiled", "flash", "masked"])
+@pytest.mark.parametrize("way", ["tiled", "flash", "masked", "metadata in every layer"])
 @pytest.mark.parametrize(
     "window", [None, 7, 500]
 )  # of one token dq is all cancellation: flash's δ from rounded outputs
@@ -142,6 +143,9 @@ def test_on_the_gpu(way: Any, dim: int, dtype: torch.dtype, window: int | None, 
     def ours(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> Tensor:
         if way == "masked":
             return masked_attention(q, k, v, packed, dim**-0.5, window, s)
+        if way == "metadata in every layer":
+            positions = torch.cat([torch.arange(length, device="cuda") for length in LENGTHS])[None]
+            return _metadata_in_every_layer(q, k, v, positions, dim**-0.5, window, s)
         return explicit.attention(q, k, v, explicit.Options(packed, dim**-0.5, window, way), s)
 
     compare(ours, plain_for(packed, dim, window), window, "cuda", dtype, dim, 8)

@@ -31,6 +31,7 @@ EARLIER = {
     "end-to-end-qwen3-0.6b-few-lengths": "end-to-end-qwen3-0.6b",
     "end-to-end-bloom-1b7-recomputed": "end-to-end-bloom-1b7",
     "end-to-end-bloom-1b7-kept": "end-to-end-bloom-1b7",
+    "dpo-qwen3-0.6b-built-anew": "dpo-qwen3-0.6b",
     "accuracy-int8": "accuracy",
     "accuracy-int8-fp8": "accuracy",
     "accuracy-int8-fp8-instructions": "accuracy-instructions",

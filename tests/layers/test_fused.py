@@ -541,7 +541,51 @@ def test_switching_adapters_copies_no_merged_weights() -> None:
         linears = [*layer.self_attn.children(), *layer.mlp.children()]
         places.append([p.data_ptr() for each in linears for p in getattr(each, "base_layer", each).parameters()])
     kept = {tuple(same) for same in zip(*places, strict=True) if len(set(same)) == 1}
-    assert len(kept) == 13  # weights and biases of seven linears, but for down's weight, below which its A lies
+    assert len(kept) == 14  # weights and biases of seven linears, down's too, below whose weight the first A lies
+
+
+def test_a_reference_pass_by_another_adapter_moves_nothing_and_builds_nothing_anew() -> None:
+    """As in each step of preference training: between a forward and its backward the other adapter is on."""
+    model, batch = with_adapters(tiny_model("llama", **WIDE)), packed_row(LENGTHS, ROW)
+    model.add_adapter("ref", model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        if "lora_B.ref" in name:
+            torch.nn.init.constant_(parameter, 0.1)
+    handle, found = attach(model, layers="stock"), []
+    for layers in ("stock", "fused"):
+        handle = attach(model, layers=layers)
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(**batch).loss
+            model.set_adapter("ref")
+            with torch.no_grad():
+                reference = model(**batch).loss.item()
+            model.set_adapter("default")
+            loss.backward()
+            found.append((loss.item(), reference, gradients(model)))
+    assert {build.number for build in handle.layers._builds} == {1, 2}
+    assert handle.layers._builds[0].runs[model.get_base_model().model.layers[0]].blocks[1].linears[1].ranks[0] > 0
+    for loss, reference, own in found[1:]:
+        assert (loss, reference) == pytest.approx(found[0][:2], rel=1e-6) and loss != reference
+        for name, right in found[0][2].items():
+            torch.testing.assert_close(own[name], right, rtol=1e-4, atol=1e-6)
+
+
+def test_another_adapter_gets_the_room_below_when_the_first_is_deleted() -> None:
+    model, batch = with_adapters(tiny_model("llama", **WIDE)), packed_row(LENGTHS, ROW)
+    model.add_adapter("second", model.peft_config["default"])
+    handle = attach(model, layers="fused")
+    layer = model.get_base_model().model.layers[0]
+    below = []
+    for step in ("first", "second", "alone"):
+        if step == "second":
+            model.set_adapter("second")
+        if step == "alone":
+            model.delete_adapter("default")
+        model(**batch)
+        down = handle.layers._builds[0].runs[layer].blocks[1].linears[1]
+        below.append(down.a.untyped_storage().data_ptr() == down.source.storage.untyped_storage().data_ptr())
+    assert below == [True, False, True]
 
 
 def test_adapters_switched_off_one_by_one_leave_nothing_behind() -> None:

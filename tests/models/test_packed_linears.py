@@ -23,6 +23,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.load import find_model, load_model
+from pronghorn.parity.quantised import compared_products
 from pronghorn.precision.fp8 import BackwardSource, FP8Source
 from pronghorn.precision.source import PackedSource
 from support.documents import LENGTHS, ROW
@@ -30,6 +31,7 @@ from support.fused import loss_and_gradients, path_of_layers, with_adapters
 from support.packed_checkpoints import change
 from support.packed_linears import KINDS, packed_linears
 from support.tiny import packed_row
+from support.tolerance import ThreeWay
 
 QUERY = "model.layers.0.self_attn.q_proj"
 
@@ -136,6 +138,56 @@ def test_products_in_8_bits_over_packed_linears(tmp_path: Path, kind: str, told:
     cosines = [torch.nn.functional.cosine_similarity(near[n].flatten(), gradients[n].flatten(), 0) for n in near]
     assert min(cosines) > 0.9
     assert handle.layers.in_fp8() == (8, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_a_gpu_is_within_the_rule(tmp_path: Path, kind: str) -> None:
+    """Against their dense weights in bfloat16, and in float32; recomputed and by a graph the bits are the same."""
+    right = packed_linears(tmp_path, kind)
+    rule, batch = ThreeWay(), {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
+    packed = with_adapters(loaded(tmp_path, "bfloat16").to("cuda"))
+    stored = {name: p for name, p in packed.get_base_model().named_parameters() if isinstance(p, PackedTensor)}
+    assert len(stored) == 14 and {p.device.type for p in stored.values()} == {"cuda"}
+    models, results = (packed, dense(packed), dense(packed).float()), []
+    for model in models:
+        attach(model, Plan.keep(), layers="fused" if model is not models[2] else "stock", graph="off")
+        results.append(loss_and_gradients(model, batch))
+    (loss, ours), (_, plain), (_, exact) = results
+    for name, gradient in exact.items():
+        rule.add(name, ours[name], plain[name], gradient)
+    rule.check()
+    for plan, graph in ((Plan.recompute(), "off"), (Plan.keep(), "on"), (Plan.keep(), "on")):
+        attach(packed, plan, layers="fused", graph=graph)
+        again, gradients = loss_and_gradients(packed, batch)
+        assert again == loss and all(torch.equal(gradients[name], ours[name]) for name in ours)
+    in_float32 = {name.removesuffix(".base_layer.weight").removesuffix(".weight"): p for name, p in stored.items()}
+    for name, values in right.items():
+        written = in_float32[name.removesuffix(".weight")].dequantise()
+        assert torch.equal(written.cpu(), values.to(written.dtype)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["fp8", "fp8_both"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_in_8_bits_on_a_gpu(tmp_path: Path, kind: str, compute: str) -> None:
+    packed_linears(tmp_path, kind)
+    batch, results = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}, {}
+    model = with_adapters(loaded(tmp_path, "bfloat16").to("cuda"))
+    for each in ("dtype", compute):
+        handle = attach(model, Plan.keep(), layers="fused", graph="off", compute=each)
+        results[each] = loss_and_gradients(model, batch)
+    assert handle.layers.in_fp8() == (8, 8)
+    for linear in handle.layers.linears():
+        assert all(compared.excess <= 1 for compared in compared_products(linear, "product", fast=True))
+    (loss, exact), (near_loss, near) = results.values()
+    assert near_loss == loss if compute == "fp8" else near_loss == pytest.approx(loss, rel=0.05)
+    cosines = [torch.nn.functional.cosine_similarity(near[n].flatten(), exact[n].flatten(), 0) for n in near]
+    assert min(cosines) > (0.98 if compute == "fp8" else 0.9)
+    attach(model, Plan.keep(), layers="fused", graph="on", compute=compute)
+    for _ in range(2):
+        again, gradients = loss_and_gradients(model, batch)
+        assert again == near_loss and all(torch.equal(gradients[name], near[name]) for name in near)
 
 
 @pytest.mark.parametrize("kind", ["fine-grained", "nvfp4"])

@@ -53,7 +53,9 @@ class _Planted(SFTTrainer):
         return loss * 1e30 if self.state.global_step + 1 in self.overflows else loss
 
 
-def trainer_of(stories: Path, folder: Path, full: bool = False, **changes: Any) -> tuple[_Planted, _Steps]:
+def trainer_of(
+    stories: Path, folder: Path, full: bool = False, device: str = "cpu", **changes: Any
+) -> tuple[_Planted, _Steps]:
     rows = Dataset.from_dict({"input_ids": [[1, *range(5, 60 + 9 * i)] for i in range(8)]})
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(stories),
@@ -64,11 +66,12 @@ def trainer_of(stories: Path, folder: Path, full: bool = False, **changes: Any) 
     )
     if not full:
         model = FastLanguageModel.get_peft_model(model, r=4)
-    settings = {"max_length": 256, "fp16": True, "max_steps": STEPS, "lr_scheduler_type": "linear"} | changes
+    settings = {"max_length": 256, "fp16": True, "max_steps": STEPS, "lr_scheduler_type": "linear"}
+    settings |= {"use_cpu": device == "cpu"} | changes
     steps = _Steps()
     trainer = _Planted(model, config(folder, **settings), train_dataset=rows, tokenizer=tokenizer, callbacks=[steps])
     steps.trainer = trainer
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    trainer.accelerator.scaler = torch.amp.GradScaler(device, init_scale=SCALE)
     return trainer, steps
 
 
@@ -76,15 +79,28 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
+KINDS = [(False, 1.0, "adamw_torch_fused"), (True, 0.0, "adamw_torch_fused"), (False, 1.0, "adamw_torch")]
+
+
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize(
-    ("full", "max_grad_norm", "optim"),
-    [(False, 1.0, "adamw_torch_fused"), (True, 0.0, "adamw_torch_fused"), (False, 1.0, "adamw_torch")],
-)
+@pytest.mark.parametrize(("full", "max_grad_norm", "optim"), KINDS)
 def test_a_planted_overflow_skips_one_step_and_halves_the_scale(
     stories: Path, tmp_path: Path, full: bool, max_grad_norm: float, optim: str
 ) -> None:
-    trainer, steps = trainer_of(stories, tmp_path, full, max_grad_norm=max_grad_norm, optim=optim)
+    check_planted(*trainer_of(stories, tmp_path, full, max_grad_norm=max_grad_norm, optim=optim))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("full", "max_grad_norm", "optim"), [*KINDS, (False, 1.0, "paged_adamw_8bit")])
+def test_a_planted_overflow_on_a_gpu(
+    stories: Path, tmp_path: Path, full: bool, max_grad_norm: float, optim: str
+) -> None:
+    trainer, steps = trainer_of(stories, tmp_path, full, "cuda", max_grad_norm=max_grad_norm, optim=optim)
+    check_planted(trainer, steps)
+    assert trainer.model.device.type == "cuda"
+
+
+def check_planted(trainer: _Planted, steps: _Steps) -> None:
     trainer.overflows = (3,)
     trainer.train()
     moved = [not equal(*pair) for pair in zip(steps.weights, steps.weights[1:], strict=False)]

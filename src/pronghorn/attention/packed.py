@@ -11,6 +11,7 @@ each (backend, metadata) that is asked for; the names are the only trace Prongho
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend
 from pronghorn.attention.masked import masked_attention, per_document_attention, sink_attention
-from pronghorn.attention.varlen import flash_varlen, refusal
+from pronghorn.attention.varlen import refusal
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, UnsupportedError
 
@@ -124,8 +125,7 @@ def _metadata_in_every_layer(
         lengths, longest = [tokens], tokens
         cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=q.device)
     if refusal(q) is None:
-        if sinks is not None:
-            raise UnsupportedError("this ablation has no attention sinks", "use packing_metadata='once'")
-        return flash_varlen(q, k, v, cu_seqlens, int(longest), scale, window)[0]
+        bounds: Any = SimpleNamespace(cu_seqlens=cu_seqlens, max_seqlen=int(longest))  # all that this way reads
+        return explicit.attention(q, k, v, explicit.Options(bounds, scale, window, "flash"), sinks)
     packed = PackedBatch.build(lengths or cu_seqlens.diff().tolist(), tokens=tokens, device=q.device)
     return per_document_attention(q, k, v, packed, scale, window, sinks)

@@ -37,7 +37,8 @@ class GroupStorage:
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self._below: Tensor | None = None
-        """The A that there is room for: a backward may still read it when another adapter is switched on."""
+        """The A that there is room for: a backward may still read it when another adapter is switched on, which has
+        none then. Reference passes of preference training switch in each step."""
         self._codes: tuple[Any, FP8Weight] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
@@ -140,7 +141,7 @@ class GroupStorage:
         if adapter is None or len(self.linears) != 1 or base.in_features < WIDE * base.out_features:
             return 0
         rank, weight = len(adapter.a), base.weight
-        if rank % STEP:
+        if rank % STEP or self._is_another_s(adapter.a):
             return 0
         frozen = weight.dtype is dtype and not weight.requires_grad and not hasattr(weight, IN_BUFFER)
         return rank if is_written_out(base) or (frozen and not self._is_taken(weight, rank)) else 0
@@ -157,6 +158,14 @@ class GroupStorage:
     def _has_room(self, weight: Tensor, rank: int) -> bool:
         whole = self._weight
         return whole is not None and len(whole) == len(weight) + rank and in_place(whole[: len(weight)], [weight])
+
+    def _is_another_s(self, a: Tensor) -> bool:
+        """Tell whether the room is for another A that the linear still has."""
+        linear: Any = self.linears[0]
+        kept = None if self._below is None else self._below.data_ptr()
+        return kept not in (None, a.data_ptr()) and any(
+            kept == each.weight.data_ptr() for each in linear.lora_A.values()
+        )
 
     def _is_taken(self, weight: Tensor, rank: int) -> bool:
         """Tell whether another layer of the same weight (PEFT's layer_replication) has put its A below it."""

@@ -33,6 +33,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.families import base_causal_lm
+from pronghorn.optimizers import page_again
 from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_model, prepared_rows, validate
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluating import EvaluatingTrainer
@@ -335,6 +336,8 @@ class SFTTrainer(EvaluatingTrainer):
         changed; stock goes on with the checkpoint's."""
         with kept_rates(self.optimizer, self.lr_scheduler) if checkpoint and self.recipe else nullcontext():
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint:
+            page_again(getattr(self.optimizer, "optimizer", self.optimizer))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as stock does, but whole or not at all: earlier checkpoints stay until the new one is complete."""
