@@ -184,6 +184,36 @@ def test_padded_batches_replay_graphs() -> None:
             assert (parameter.grad - right).norm() <= 1e-2 * right.norm(), name
 
 
+@pytest.mark.gpu
+def test_a_reference_pass_by_another_adapter_keeps_the_graph() -> None:
+    """As in each step of DPO, whose reference has the policy's rank: one graph is captured, and serves all steps."""
+    model = add_lora(tiny_model("llama", num_hidden_layers=2, head_dim=32, intermediate_size=136), r=8)
+    model.add_adapter("ref", model.peft_config["default"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    model = model.to("cuda", torch.bfloat16)
+    given = {name: x.to("cuda") for name, x in batch(model).items()}
+    found: list[Any] = []
+    for graph in ("off", "on"):
+        handle = attach(model, layers="fused", graph=graph)
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(**given, use_cache=False).loss
+            model.set_adapter("ref")
+            with torch.no_grad():
+                reference = model(**given, use_cache=False).loss
+            model.set_adapter("default")
+            loss.backward()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            found.append((loss.item(), reference.item(), gradients))
+    assert handle.graphs is not None and len(handle.graphs._captured) == 1 and handle.graphs.replays >= 6
+    for loss, reference, gradients in found[1:]:
+        assert (loss, reference) == found[0][:2]
+        assert all(torch.equal(gradients[name], right) for name, right in found[0][2].items())
+
+
 def test_several_forwards_may_come_before_their_backward() -> None:
     """And reference passes between, as preference training has them."""
     model, found = adapted(), []
