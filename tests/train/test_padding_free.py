@@ -317,3 +317,15 @@ def test_a_user_s_multiple_is_kept_where_few_lengths_are_wanted() -> None:
     collate = padding_free.EndToEnd(0, 48, torch.ones(1, dtype=torch.bool))
     for tokens in (10, 100, 1000, 5000):
         assert collate([{"input_ids": [5] * tokens}])["packed"].tokens % 48 == 0
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_tokens_that_look_like_padding_are_counted(tmp_path: Path, packing: bool) -> None:
+    """Where the end of a text has padding's id, and nothing masks it."""
+    end = byte_tokenizer(64).pad_token_id
+    rows = Dataset.from_list([{"input_ids": [5] * (4 + i) + [end]} for i in range(6)])
+    model = add_lora(tiny_model("llama", max_position_embeddings=64), r=2)
+    trainer = trainer_of(SFTTrainer, tmp_path, model, train_dataset=rows, packing=packing, max_steps=-1,
+                         num_train_epochs=2, include_num_input_tokens_seen="non_padding")  # fmt: skip
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 2 * sum(len(row["input_ids"]) for row in rows)

@@ -239,6 +239,14 @@ class SFTTrainer(EvaluatingTrainer):
             self._watch.observe(model)
         return loss
 
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count tokens as stock does. Of a row without padding between them it can't tell which are padding, and would
+        leave out all that have its id: with many tokenizers each document's last one."""
+        packed = inputs.get("packed")
+        if packed is not None:
+            inputs = {**inputs, "attention_mask": torch.tensor(packed.real_tokens)}  # stock sums it
+        super()._track_num_input_tokens(inputs)
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count as stock does, which goes through the whole model and takes milliseconds, but once, for one token."""
         tokens = inputs["input_ids"].numel()
