@@ -781,6 +781,26 @@ def benefit_of(model: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tup
     return graphs, graphs._benefit, cuda
 
 
+def test_graphs_that_are_given_back_each_time_are_captured_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where two adapters are trained by turns: a capture takes as long as some ten forwards."""
+    model, row, found = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW), []
+    model.add_adapter("other", model.peft_config["default"])
+    graphs, trial, cuda = benefit_of(model, Clock(), monkeypatch)
+    trial.host_share, trial.gain = 1.0, 0.5
+    embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
+    for name in ("default", "default", "other", "other", *["default", "other"] * 4):
+        model.set_adapter(name)
+        look(graphs._backbone)
+        with monkeypatch.context() as faked:
+            faked.setattr(torch, "cuda", cuda)
+            hidden = graphs.forward(embeds, row["position_ids"], row["packed"])
+        found.append(hidden is not None)
+        if hidden is not None:
+            hidden.sum().backward()
+        del hidden
+    assert found == [True] * 7 + [False] * 5 and trial.rare and not graphs._captured
+
+
 @pytest.mark.matrix(5)
 @pytest.mark.parametrize(("accumulated", "phase"), [(n, phase) for n in (1, 2, 3, 4) for phase in range(n)])
 def test_graphs_are_judged_alike_whenever_the_optimiser_steps(

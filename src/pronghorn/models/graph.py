@@ -117,6 +117,8 @@ class BackboneGraphs:
                 return None
         fingerprint = _fingerprint(self._backbone)
         if fingerprint != self._fingerprint:  # weights were moved, adapters switched: what was captured reads others
+            if self._captured and self._benefit is not None:
+                self._benefit.given_back()
             self.clear()
             self._refused = self._refusal()
             self._parameters = [p for p in self._backbone.parameters() if p.requires_grad]
