@@ -213,7 +213,7 @@ def test_packed_weights_of_the_language_model_are_loaded_as_they_are(kind: str, 
 
 def test_the_language_model_is_quantised_while_it_loads(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    write_composite(tmp_path, "gemma3")
+    write_composite(tmp_path, "gemma3", hidden_size=64, intermediate_size=128, num_attention_heads=8)
     model, _ = load_model(tmp_path, max_seq_length=64, dtype="float32", load_in_4bit=True)
     kinds = {type(module).__name__ for name, module in model.named_modules() if name.endswith("_proj")}
     assert kinds == {"Linear4bit"}

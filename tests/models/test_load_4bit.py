@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pronghorn.diagnose.shapes import byte_tokenizer
-from pronghorn.errors import DataError
+from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.export.merge import dense_weight
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.load import load_model
@@ -153,6 +154,24 @@ def test_the_device_holds_no_more_than_the_quantised_model_and_one_tensor(tmp_pa
     resting, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     largest = max(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values()) * 2
     assert model.device.type == "cuda" and peak <= resting + 1.1 * largest
+
+
+def test_rows_that_bitsandbytes_misreads_on_a_cpu_are_refused_and_merged_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel there takes other blocks' scales where rows end 32 into a block: a quarter off, not a tenth."""
+    checkpoint(tmp_path, "llama", intermediate_size=160)
+    right = {name: each.weight for name, each in tiny_model("llama", intermediate_size=160).named_modules()
+             if type(each) is torch.nn.Linear}  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"layers.0.mlp.down_proj, whose rows of 160 end inside a block of 64"):
+        by_the_house(tmp_path)
+    monkeypatch.setattr("pronghorn.models.weights._is_misread", lambda *_: False)
+    quantised = [
+        (name, each) for name, each in by_the_house(tmp_path).named_modules() if type(each).__name__ == "Linear4bit"
+    ]
+    assert len(quantised) == 21
+    for name, each in quantised:
+        assert (dense_weight(each) - right[name]).norm() < 0.12 * right[name].norm(), name
 
 
 def test_another_version_s_insides_leave_it_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

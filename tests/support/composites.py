@@ -168,9 +168,17 @@ def class_of(config: Any) -> Any:
     return AutoModelForImageTextToText._model_mapping[type(config)]
 
 
-def write_composite(folder: Path, kind: str, dtype: torch.dtype = torch.float32, shards: str = "1GB") -> Any:
-    """Save a random model with towers and a tokenizer and processor beside it, and return the model."""
+def write_composite(
+    folder: Path, kind: str, dtype: torch.dtype = torch.float32, shards: str = "1GB", **text: Any
+) -> Any:
+    """Save a random model with towers and a tokenizer and processor beside it, and return the model.
+
+    Args:
+        text: of the language model's configuration.
+    """
     config = composite_config(kind)
+    for name, value in text.items():
+        setattr(config.text_config, name, value)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = class_of(config)._from_config(config).to(dtype).eval()

@@ -126,7 +126,7 @@ _FALCON_MAMBA = {"state_size": 16, "conv_kernel": 4, "expand": 2, "time_step_ran
 _MIXTRAL = _rope(1e6, num_local_experts=8, num_experts_per_tok=2)
 _OLMOE = _rope(1e4, num_experts=64, num_experts_per_tok=8)
 _TABLE: dict[str, tuple[Any, ...]] = {
-    "tiny": ("llama", 2, 64, 160, 4, 2, 16, 512, True, 1e-5, 8192, _rope(1e4)),
+    "tiny": ("llama", 2, 64, 192, 4, 2, 16, 512, True, 1e-5, 8192, _rope(1e4)),
     "SmolLM2-135M": ("llama", 30, 576, 1536, 9, 3, 64, 49152, True, 1e-5, 8192, _rope(1e5)),
     "Llama-3.2-1B": ("llama", 16, 2048, 8192, 32, 8, 64, 128256, True, 1e-5, 131072, _llama3_rope(32.0)),
     "Llama-3.2-3B": ("llama", 28, 3072, 8192, 24, 8, 128, 128256, True, 1e-5, 131072, _llama3_rope(32.0)),

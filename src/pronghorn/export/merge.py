@@ -23,6 +23,7 @@ from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.export.original import Original, composite_of
 from pronghorn.export.rounding import round_merged
+from pronghorn.kernels.nf4 import dequantise
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models.attach import plain_class
@@ -312,9 +313,7 @@ def dense_weight(linear: Any) -> Tensor:
     """Return a linear's weight as float32 [out, in], dequantised if bitsandbytes holds it in 4 bits."""
     if getattr(linear.weight, "quant_state", None) is None:
         return linear.weight.float()
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(linear.weight.data, linear.weight.quant_state).float()
+    return dequantise(linear.weight).float()
 
 
 def place_beside(device: torch.device, size: int) -> torch.device:

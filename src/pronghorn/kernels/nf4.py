@@ -198,6 +198,19 @@ def write_out(weight: NF4Weight, out: Tensor) -> None:
         write_out_reference(weight, out)
 
 
+def dequantise(parameter: Any) -> Tensor:
+    """Return the values of a `Params4bit` as [N, K], in the dtype that it was quantised from."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = parameter.quant_state
+    if parameter.is_cuda or not state.shape[-1] % state.blocksize:
+        return dequantize_4bit(parameter.data, state)
+    # on the CPU bitsandbytes 0.50 takes scales of other blocks where rows end inside one
+    out = torch.empty(tuple(state.shape), dtype=state.dtype, device=parameter.device)
+    write_out(NF4Weight.of(parameter), out)
+    return out
+
+
 def write_codes(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool = False) -> None:
     """Write W's codes into `out` [N, K], or [K, N] if `across`; either may be columns of a wider tensor.
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import has_experts
 from pronghorn.models.nf4_experts import config_class
@@ -139,3 +142,36 @@ def keep_packed_4bit_layout(model: nn.Module) -> Any:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
+
+
+def settle_4bit(model: nn.Module, device: torch.device) -> Any:
+    """Return a model that stays on `device`, its 4-bit weights kept in their layout.
+
+    Raises:
+        UnsupportedError: bitsandbytes misreads some of them there.
+    """
+    if torch.device(device).type == "cpu":
+        for name, module in model.named_modules():
+            state = getattr(getattr(module, "weight", None), "quant_state", None)
+            if state is not None and _is_misread(state.shape[-1], state.blocksize):
+                rows = f"whose rows of {state.shape[-1]:,} end inside a block of {state.blocksize}"
+                raise UnsupportedError(
+                    f"load_in_4bit on the CPU: bitsandbytes misreads {name}, {rows}",
+                    "load it on a GPU, or without load_in_4bit",
+                )
+    return keep_packed_4bit_layout(model)
+
+
+@functools.cache
+def _is_misread(columns: int, block: int) -> bool:
+    """Tell whether bitsandbytes on the CPU takes scales of other blocks for rows of so many columns, as 0.50 does with
+    32 more than a multiple of 64: there a weight is a quarter off, where 4 bits are a tenth."""
+    if not columns % block:
+        return False
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weight = torch.linspace(-1, 1, 16 * columns).pow(3).view(16, columns)
+    codes, state = quantize_4bit(weight, blocksize=block, compress_statistics=True, quant_type="nf4")
+    right = torch.empty_like(weight)
+    write_out(NF4Weight.of(SimpleNamespace(data=codes, quant_state=state)), right)
+    return not torch.allclose(dequantize_4bit(codes, state), right)
