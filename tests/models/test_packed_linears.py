@@ -161,9 +161,9 @@ def test_training_on_a_gpu_is_within_the_rule(tmp_path: Path, kind: str) -> None
         attach(packed, plan, layers="fused", graph=graph)
         again, gradients = loss_and_gradients(packed, batch)
         assert again == loss and all(torch.equal(gradients[name], ours[name]) for name in ours)
-    in_float32 = {name.removesuffix(".base_layer.weight").removesuffix(".weight"): p for name, p in stored.items()}
+    by_path = {name.removesuffix(".base_layer.weight").removesuffix(".weight"): p for name, p in stored.items()}
     for name, values in right.items():
-        written = in_float32[name.removesuffix(".weight")].dequantise()
+        written = by_path[name.removesuffix(".weight")].dequantise()
         assert torch.equal(written.cpu(), values.to(written.dtype)), name
 
 

@@ -141,7 +141,7 @@ class GroupStorage:
         if adapter is None or len(self.linears) != 1 or base.in_features < WIDE * base.out_features:
             return 0
         rank, weight = len(adapter.a), base.weight
-        if rank % STEP or self._is_another_s(adapter.a):
+        if rank % STEP or self._is_lent_to_another(adapter.a):
             return 0
         frozen = weight.dtype is dtype and not weight.requires_grad and not hasattr(weight, IN_BUFFER)
         return rank if is_written_out(base) or (frozen and not self._is_taken(weight, rank)) else 0
@@ -159,13 +159,12 @@ class GroupStorage:
         whole = self._weight
         return whole is not None and len(whole) == len(weight) + rank and in_place(whole[: len(weight)], [weight])
 
-    def _is_another_s(self, a: Tensor) -> bool:
+    def _is_lent_to_another(self, a: Tensor) -> bool:
         """Tell whether the room is for another A that the linear still has."""
+        if self._below is None or self._below.data_ptr() == a.data_ptr():
+            return False
         linear: Any = self.linears[0]
-        kept = None if self._below is None else self._below.data_ptr()
-        return kept not in (None, a.data_ptr()) and any(
-            kept == each.weight.data_ptr() for each in linear.lora_A.values()
-        )
+        return self._below.data_ptr() in [each.weight.data_ptr() for each in linear.lora_A.values()]
 
     def _is_taken(self, weight: Tensor, rank: int) -> bool:
         """Tell whether another layer of the same weight (PEFT's layer_replication) has put its A below it."""

@@ -21,7 +21,7 @@ from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.models.one_by_one import LOADED_BY, load_one_by_one
 from pronghorn.models.packed_checkpoint import beside_config, format_of, load_packed
 from pronghorn.models.share import SharedLoading
-from pronghorn.models.weights import bitsandbytes_config, check_quantised, settle_4bit, whole_model
+from pronghorn.models.weights import bitsandbytes_config, check_quantised, prepare_4bit, whole_model
 from pronghorn.precision.loader import check_weights, json_value, model_beneath
 from pronghorn.text import counted
 
@@ -182,7 +182,7 @@ class FoundModel:
             )
         if quantization is not None:
             model.__dict__[LOADED_BY] = reason
-        return settle_4bit(model, device)
+        return prepare_4bit(model, device)
 
 
 _NAME_BASE = "set base_model_name_or_path in its adapter_config.json to the model that it was trained on"

@@ -144,8 +144,8 @@ def keep_packed_4bit_layout(model: nn.Module) -> Any:
     return model
 
 
-def settle_4bit(model: nn.Module, device: torch.device) -> Any:
-    """Return a model that stays on `device`, its 4-bit weights kept in their layout.
+def prepare_4bit(model: nn.Module, device: torch.device) -> Any:
+    """Keep the layout of 4-bit weights (`keep_packed_4bit_layout`) of a model that stays on `device`, and return it.
 
     Raises:
         UnsupportedError: bitsandbytes misreads some of them there.
@@ -156,8 +156,8 @@ def settle_4bit(model: nn.Module, device: torch.device) -> Any:
             if state is not None and _is_misread(state.shape[-1], state.blocksize):
                 rows = f"whose rows of {state.shape[-1]:,} end inside a block of {state.blocksize}"
                 raise UnsupportedError(
-                    f"load_in_4bit on the CPU: bitsandbytes misreads {name}, {rows}",
-                    "load it on a GPU, or without load_in_4bit",
+                    f"a model in 4 bits on the CPU: bitsandbytes misreads {name}, {rows}",
+                    "use a GPU, or the model in 16 or 32 bits",
                 )
     return keep_packed_4bit_layout(model)
 
@@ -170,7 +170,7 @@ def _is_misread(columns: int, block: int) -> bool:
         return False
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    weight = torch.linspace(-1, 1, 16 * columns).pow(3).view(16, columns)
+    weight = torch.linspace(-1, 1, 16 * columns, dtype=torch.float32, device="cpu").pow(3).view(16, columns)
     codes, state = quantize_4bit(weight, blocksize=block, compress_statistics=True, quant_type="nf4")
     right = torch.empty_like(weight)
     write_out(NF4Weight.of(SimpleNamespace(data=codes, quant_state=state)), right)

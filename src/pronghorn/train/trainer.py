@@ -243,7 +243,7 @@ class SFTTrainer(EvaluatingTrainer):
         """Count tokens as stock does. Of a row without padding between them it can't tell which are padding, and would
         leave out all that have its id: with many tokenizers each document's last one."""
         packed = inputs.get("packed")
-        if packed is not None:
+        if packed is not None and self.args.include_num_input_tokens_seen == "non_padding":
             inputs = {**inputs, "attention_mask": torch.tensor(packed.real_tokens)}  # stock sums it
         super()._track_num_input_tokens(inputs)
 
