@@ -270,6 +270,32 @@ def test_turns_become_messages() -> None:
         standardize_sharegpt(Dataset.from_list([{"text": "a"}]))
 
 
+@pytest.mark.parametrize("column", ["conversations", "messages"])
+@pytest.mark.parametrize("keys", [("role", "content"), ("role", "value"), ("from", "value")])
+def test_sharegpt_s_roles_become_messages_under_any_keys(column: str, keys: tuple[str, str]) -> None:
+    turns = [dict(zip(keys, turn, strict=True)) for turn in (("human", "Who?"), ("gpt", "A cat."), ("input", "So?"))]
+    fine = [dict(zip(keys, ("system", "Be brief."), strict=True))]
+    rows = standardize_sharegpt(Dataset.from_list([{column: fine}, {column: turns}]))
+    roles = [(turn["role"], turn["content"]) for turn in rows[1][column]]
+    assert roles == [("user", "Who?"), ("assistant", "A cat."), ("user", "So?")]
+    with pytest.raises(DataError, match="narrator"):
+        standardize_sharegpt(
+            Dataset.from_list([{column: turns}, {column: [dict(zip(keys, ("narrator", "x"), strict=True))]}])
+        )
+
+
+def test_what_stands_beside_a_message_stays() -> None:
+    turns = [{"role": "human", "content": "Who?", "name": "Ann"}, {"role": "gpt", "content": "A cat.", "name": None}]
+    [row] = standardize_sharegpt(Dataset.from_list([{"messages": turns}]))
+    assert row["messages"][0] == {"role": "user", "content": "Who?", "name": "Ann"}
+
+
+def test_adapters_after_full_fine_tuning_are_refused(stories: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=128, full_finetuning=True)
+    with pytest.raises(ConfigError, match="every weight is trained, or adapters alone"):
+        FastLanguageModel.get_peft_model(model, r=4)
+
+
 @pytest.mark.parametrize("argument", [{"max_seq_length": 128}, {"dataset_text_field": "text"}, {"packing": True}])
 def test_the_trainer_s_old_arguments_lead_to_its_config(argument: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"give args=SFTConfig\("):

@@ -26,7 +26,7 @@ from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.attach_options import Attention, Experimental
 from pronghorn.models.families import base_causal_lm, decoder_layers, recompute_layers
-from pronghorn.models.load import load_model, resolve_dtype
+from pronghorn.models.load import find_model, load_model, resolve_dtype
 from pronghorn.models.lora import add_lora, check_model
 from pronghorn.unsloth_names import answer_methods, refuse_arguments
 
@@ -92,10 +92,13 @@ class FastLanguageModel:
                 knows the batch, and on CUDA then keeps what fits.
             full_finetuning: train every weight; they are kept in float32 (the trainer computes in 16 bits).
             attention, compute: as in `pronghorn.attach`.
+            trust_remote_code: run Python code that comes with the checkpoint.
+            token, revision: for the hub.
         Returns:
             (model, tokenizer); `model.max_seq_length` tells the row length to trainers.
         Raises:
-            NotImplementedError: an argument that isn't supported yet, by name.
+            ValueError: arguments that contradict each other, or files that are missing or damaged.
+            NotImplementedError: a model or an argument that isn't supported, by name.
         """
         _refuse(unsupported, FastLanguageModel.from_pretrained)
         _check_flags(
@@ -118,15 +121,19 @@ class FastLanguageModel:
                 f"full_finetuning with dtype {dtype}: 16-bit weights hardly move at usual learning rates",
                 "leave dtype out (weights are kept in float32) and set bf16=True in SFTConfig to compute in 16 bits",
             )
+        hub: dict[str, Any] = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
+        if full_finetuning and find_model(model_name, max_seq_length=max_seq_length, weights=False, **hub).is_quantised:
+            raise ConfigError(
+                f"full_finetuning, but {model_name} has its weights in few bits, which can't be trained",
+                "leave full_finetuning out, and train an adapter (get_peft_model), or use the 16-bit checkpoint",
+            )
         model, tokenizer = load_model(
             model_name,
             max_seq_length=max_seq_length,
             dtype=torch.float32 if full_finetuning else dtype,
             load_in_4bit=load_in_4bit,
             experts_in_16bit=experts_in_16bit,
-            trust_remote_code=trust_remote_code,
-            token=token,
-            revision=revision,
+            **hub,
         )
         if full_finetuning and hasattr(model, "peft_config"):
             raise ConfigError(
@@ -138,6 +145,7 @@ class FastLanguageModel:
         else:
             _set_recompute(model, use_gradient_checkpointing)
         model.hub_revision = revision  # for the adapter's configuration
+        model.full_finetuning = full_finetuning  # for get_peft_model, which it contradicts
         return _finish(model, max_seq_length), tokenizer
 
     @staticmethod
@@ -163,17 +171,24 @@ class FastLanguageModel:
     ) -> Any:
         """Add LoRA adapters with PEFT; the arguments are those of `peft.LoraConfig`.
 
-        `target_modules=None` adapts the linears that the family's file names.
+        `target_modules=None` adapts the family's linears (its `lora_targets`, or all that its file names); in models
+        that no file knows all that a text reaches.
         `use_gradient_checkpointing=None` keeps what `from_pretrained` was told; `random_state` seeds the adapters only.
         `adapter_dtype` is float32 (None) or bfloat16: of the adapters and, with torch's optimisers, of their states.
 
         Raises:
-            NotImplementedError: an argument that isn't supported yet, by name.
+            ValueError: a model with an adapter, or ranks, names or numbers that make no sense.
+            NotImplementedError: an argument that isn't supported, by name.
         """
         if unsupported.get("max_seq_length") == getattr(model, "max_seq_length", None):
             unsupported.pop("max_seq_length", None)
         _refuse(unsupported, FastLanguageModel.get_peft_model)
         check_model(model, "get_peft_model")
+        if getattr(model, "full_finetuning", False):
+            raise ConfigError(
+                "get_peft_model after full_finetuning=True: every weight is trained, or adapters alone are",
+                "leave get_peft_model out to train every weight, or full_finetuning to train adapters",
+            )
         _check_flags(use_rslora=use_rslora, use_dora=use_dora)
         if use_gradient_checkpointing is not None:
             _set_recompute(model, use_gradient_checkpointing)
@@ -270,7 +285,9 @@ class FastLanguageModel:
         """
         _refuse(unsupported, FastLanguageModel.save_pretrained_gguf)
         _check_tokenizer(tokenizer, "quantization_method")
-        methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
+        methods = list(quantization_method) if isinstance(quantization_method, (list, tuple)) else [quantization_method]
+        if not methods or not all(isinstance(method, str) for method in methods):
+            raise ConfigError(f"quantization_method = {quantization_method!r} names none", "use 'q8_0', or a list")
         if tokenizer is None:
             raise ConfigError("a GGUF file holds the tokenizer, and none is given", "give it as the second argument")
         check_quantisations(methods)

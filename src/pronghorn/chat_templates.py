@@ -20,7 +20,9 @@ _SPELLINGS = {
     "gemma": ("gemma2", "gemma-2", "gemma3", "gemma-3"),
 }
 """What Unsloth calls the built-in templates. Its qwen3-instruct is none: that model writes no block of reasoning."""
-_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
+_ROLES = {"human": "user", "input": "user", "gpt": "assistant", "output": "assistant"} | {
+    role: role for role in ("system", "user", "assistant", "tool")
+}
 
 
 def get_chat_template(
@@ -62,7 +64,8 @@ def standardize_sharegpt(
     aliases_for_assistant: Sequence[str] = (),
     **unsupported: Any,
 ) -> Any:
-    """Return the data set with its `conversations` as messages of `role` and `content`; others come back as they are.
+    """Return the data set with the turns of its `conversations` (or `messages`) as messages of `role` and `content`;
+    one whose first rows are such comes back as it is.
 
     Args:
         aliases_for_system, aliases_for_user, aliases_for_assistant: what turns are `from`, beside ShareGPT's names.
@@ -80,12 +83,9 @@ def standardize_sharegpt(
             f"standardize_sharegpt got a {type(dataset).__name__}",
             'give a datasets.Dataset: load_dataset("json", data_files=FILE, split="train")',
         )
-    if "conversations" not in columns:
-        if "messages" in columns:
-            return dataset
+    column = next((name for name in ("conversations", "messages") if name in columns), None)
+    if column is None:
         raise DataError(f"no conversations among the columns {', '.join(columns)}", "leave standardize_sharegpt out")
-    if any("role" in turn for row in dataset.select(range(min(len(dataset), 1))) for turn in row["conversations"]):
-        return dataset
     roles = dict(_ROLES)
     for role, aliases in (
         ("system", aliases_for_system),
@@ -93,23 +93,35 @@ def standardize_sharegpt(
         ("assistant", aliases_for_assistant),
     ):
         roles |= dict.fromkeys(aliases, role)
-    return dataset.map(_messages, fn_kwargs={"roles": roles}, desc="Turns to messages")
+    first = dataset.select(range(min(len(dataset), 10)))[column]  # of so many Unsloth looks at, too
+    if all(_is_message(turn, roles) for turns in first for turn in turns or ()):
+        return dataset
+    return dataset.map(_messages, fn_kwargs={"column": column, "roles": roles}, desc="Turns to messages")
+
+
+def _is_message(turn: dict[str, Any], roles: dict[str, str]) -> bool:
+    """Tell whether a turn is a message already; a role that isn't known is the template's to know."""
+    return {"role", "content"} <= turn.keys() and roles.get(turn["role"], turn["role"]) == turn["role"]
 
 
 standardize_data_formats = standardize_sharegpt
 """Unsloth's newer name."""
 
 
-def _messages(row: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
+def _messages(row: dict[str, Any], column: str, roles: dict[str, str]) -> dict[str, Any]:
     """Return a row's turns as messages."""
-    for turn in row["conversations"]:
-        if turn.get("from") not in roles or "value" not in turn:
+    messages = []
+    for turn in row[column] or ():
+        role, content = ("role" if "role" in turn else "from"), ("content" if "content" in turn else "value")
+        if turn.get(role) not in roles or content not in turn:
             raise DataError(
-                f"a turn with the keys {', '.join(turn)}, from {turn.get('from')!r}",
+                f"a turn with the keys {', '.join(turn)}, {role} {turn.get(role)!r}",
                 "call its keys from and value, and name the role: standardize_sharegpt(dataset, "
                 "aliases_for_user=[...], aliases_for_assistant=[...])",
             )
-    return {"conversations": [{"role": roles[t["from"]], "content": t["value"]} for t in row["conversations"]]}
+        rest = {key: value for key, value in turn.items() if key not in (role, content)} if role == "role" else {}
+        messages.append({"role": roles[turn[role]], "content": turn[content], **rest})
+    return {column: messages}
 
 
 def __getattr__(name: str) -> Any:

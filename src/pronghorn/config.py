@@ -21,7 +21,6 @@ from pronghorn.recipe_sections import (
     DATA_FILES,
     Adapter,
     Data,
-    Format,
     Launch,
     Memory,
     Model,
@@ -34,24 +33,6 @@ from pronghorn.recipe_sections import (
 )
 from pronghorn.recipe_yaml import LARGEST_FILE, override_key, parse
 from pronghorn.text import clip, short
-
-__all__ = [
-    "DATA_FILES",
-    "Adapter",
-    "Data",
-    "Format",
-    "Launch",
-    "Memory",
-    "Model",
-    "Packing",
-    "Precision",
-    "Recipe",
-    "Report",
-    "Section",
-    "Source",
-    "Train",
-    "fields",
-]
 
 
 class Recipe(Section):

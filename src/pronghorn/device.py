@@ -60,15 +60,15 @@ def probe(index: int | None = None) -> Device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index is not None and not 0 <= index < count:
         raise ConfigError(f"GPU {index} of {count}", f"give an index below {count}" if count else "leave the index out")
-    cores, ram = _cores(), _ram_bytes()
+    ram = _ram_bytes()
     if count == 0:
-        return Device("CPU", "cpu", None, None, ram, False, False, cores, ram)
+        return Device("CPU", "cpu", None, None, ram, False, False, cores(), ram)
     index = torch.cuda.current_device() if index is None else index
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     modern = capability >= AMPERE
     flash = modern and has_flash_varlen()
-    return Device(properties.name, "cuda", index, capability, properties.total_memory, modern, flash, cores, ram)
+    return Device(properties.name, "cuda", index, capability, properties.total_memory, modern, flash, cores(), ram)
 
 
 @functools.cache
@@ -164,16 +164,19 @@ def processes() -> int:
 
 def versions(*more: str) -> dict[str, str]:
     """Return the versions of what a figure depends on, and of `more` packages that are installed."""
-    found = {"python": platform.python_version()}
-    for package in (*_PACKAGES, *more):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: version for package in (*_PACKAGES, *more) if (version := installed(package)) is not None}
+    return {"python": platform.python_version(), **found}
 
 
-def _cores() -> int:
+def installed(package: str) -> str | None:
+    """Return the installed version, found without importing the package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cores() -> int:
     """Count the cores this process may run on, which in a container are fewer than the machine's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

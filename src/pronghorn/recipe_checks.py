@@ -15,6 +15,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.optimizers import ON_PARTS
 from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
 from pronghorn.recipe_values import ALL_LINEAR
+from pronghorn.text import counted
 
 
 class _Rule(NamedTuple):
@@ -331,3 +332,28 @@ def _missed_rate(train: Any, steps: int) -> str | None:
             decay = f"num_decay_steps {numbers['num_decay_steps']:g} of train.lr_scheduler_kwargs"
             return f"{decay}, with {first:,} steps of warm-up, is more than {never}"
     return None
+
+
+def share_of_step(recipe: Any, processes: int) -> tuple[int, int]:
+    """Return the rows of a micro-batch and the micro-batches of a step that each of so many processes computes.
+
+    A step has the same rows whatever the number of processes, so they must be divisible.
+
+    Raises:
+        ConfigError: they aren't, with numbers that are.
+    """
+    rows, rest = divmod(recipe.step_rows, processes)
+    if rest:
+        micro_batch = recipe.packing.rows_per_step
+        more = processes // math.gcd(processes, micro_batch)
+        accumulated = -(-recipe.train.gradient_accumulation_steps // more) * more
+        able = max(n for n in range(1, processes) if recipe.step_rows % n == 0)
+        raise ConfigError(
+            f"a step of {counted(recipe.step_rows, 'row')} (packing.rows_per_step {micro_batch} × "
+            f"train.gradient_accumulation_steps {recipe.train.gradient_accumulation_steps}) can't be shared by "
+            f"{processes} processes",
+            f"set train.gradient_accumulation_steps: {accumulated}; or use {counted(able, 'GPU')}, as a "
+            "run that was begun keeps its steps",
+        )
+    each = max(n for n in range(1, recipe.packing.rows_per_step + 1) if rows % n == 0)
+    return each, rows // each

@@ -199,7 +199,11 @@ class Data(Section):
 class Packing(Section):
     """How documents share rows."""
 
-    enabled: bool = Field(True, description="false pads batches to their longest document instead")
+    enabled: bool = Field(
+        True,
+        description="false: a micro-batch has rows_per_step documents, end to end without padding where "
+        "the model allows it; see pronghorn docs finetune",
+    )
     rows_per_step: int = Field(1, ge=1, description="rows (or documents, unpacked) of a micro-batch")
     attention: Literal["auto", "tiled", "flash", "per_document"] = Field("auto", description="attention backend")
     look_ahead: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(

@@ -43,10 +43,9 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
     """
     target = path.resolve()
     temporary = _temporary(target, "tmp")
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-    descriptor = os.open(temporary, flags, 0o666)
+    opened = temporary.open("x+b")
     try:
-        with os.fdopen(descriptor, "w+b") as file:
+        with opened as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -255,22 +254,18 @@ def lock(path: Path, seconds: float, problem: str, remedy: str) -> Iterator[None
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    held = FileLock(path)
     try:
-        held.acquire(timeout=seconds)
+        held = FileLock(path).acquire(timeout=seconds)
     except Timeout:
         raise ConfigError(problem, remedy) from None
-    try:
+    with held:
         yield
-    finally:
-        held.release()
 
 
 def flush(path: Path) -> None:
     """Flush a file or folder to the disk. Does nothing for a link."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         if path.is_symlink():
             return

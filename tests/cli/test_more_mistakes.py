@@ -5,6 +5,7 @@ files and in scripts. The answer names the mistake and leads on; tests/project/t
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -287,6 +288,38 @@ def test_a_script_s_mistake_is_answered(
     check_script(script, stories, tmp_path, monkeypatch)
 
 
+WHO = {"role": "user", "content": "Who?"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "look_up"}}]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem", "remedy"),
+    [
+        ([{"messages": [WHO]}, {"messages": [WHO, CALL]}], "leaves the tool call 'look_up' out", "qwen-2.5"),
+        ([{"messages": [{"from": "human", "value": "Who?"}]}], "messages of keys from, value", "standardize_sharegpt"),
+        (
+            [{"prompt": "Who?", "completion": [{"role": "assistant", "content": "A cat."}]}],
+            "prompt is a text, and completion messages",
+            "[{'role': 'user', 'content': row['prompt']}]",
+        ),
+        (
+            [{"prompt": [WHO], "completion": "A cat."}],
+            "completion is a text, and prompt messages",
+            "[{'role': 'assistant', 'content': row['completion']}]",
+        ),
+    ],
+)
+def test_turns_that_would_train_nothing_or_something_else_are_refused(
+    rows: list[dict[str, Any]], problem: str, remedy: str, stories: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = load(stories)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    args = SFTConfig(str(tmp_path), packing=True, max_length=128, bf16=False, report_to="none")
+    with pytest.raises(DataError, match=re.escape(problem)) as told:
+        SFTTrainer(model=model, processing_class=tokenizer, train_dataset=Dataset.from_list(rows), args=args)
+    assert remedy in str(told.value)
+
+
 def test_sharegpt_turns_train_once_their_roles_are_the_templates(stories: Path, tmp_path: Path) -> None:
     model, _ = load(stories)
     args = SFTConfig(str(tmp_path), packing=True, max_length=128, max_steps=1, bf16=False, report_to="none")
@@ -297,6 +330,9 @@ def test_sharegpt_turns_train_once_their_roles_are_the_templates(stories: Path, 
     rows = standardize_sharegpt(SHAREGPT)
     with pytest.raises(DataError, match=r': dataset\.rename_column\("conversations", "messages"\)'):
         SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=args)
+    human = Dataset.from_list([{"messages": [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Ho"}]}])
+    with pytest.raises(DataError, match="of the role 'human', which the chat template doesn't know"):
+        SFTTrainer(model=model, processing_class=tokenizer, train_dataset=human, args=args)
     rows = rows.rename_column("conversations", "messages")
     SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=args).train()
 

@@ -275,7 +275,7 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no linears": (lambda m: lora(m, target_modules=[]), "names no module", "q_proj, k_proj"),
     "an alpha in quotes": (lambda m: lora(m, lora_alpha="16"), "lora_alpha = '16'", "lora_alpha=16"),
     "an alpha of 0": (lambda m: lora(m, lora_alpha=0), "lora_alpha = 0", "lora_alpha / r"),
-    "dropout below 0": (lambda m: lora(m, lora_dropout=-0.1), "lora_dropout = -0.1", "0.05 is common"),
+    "dropout below 0": (lambda m: lora(m, lora_dropout=-0.1), "lora_dropout = -0.1", "e.g. 0.05"),
     "a bias in other words": (lambda m: lora(m, bias="no"), "bias = 'no'", "'none', 'all'"),
     "ranks in a list": (
         lambda m: lora(m, rank_pattern=["q_proj"]),

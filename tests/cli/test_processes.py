@@ -262,7 +262,7 @@ def test_a_batch_script_that_can_not_be_written(tmp_path: Path) -> None:
     [
         ([], "add --slurm"),
         (["--slurm"], "give --gpus N"),
-        (["--slurm", "--gpus", "3"], "a step of 16 rows can't be shared by 3 GPUs"),
+        (["--slurm", "--gpus", "3"], "can't be shared by 3 processes"),
     ],
 )
 def test_what_a_batch_script_needs(tmp_path: Path, options: list[str], problem: str) -> None:

@@ -144,6 +144,11 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         'filter(lambda row: row["label"])',
     ),
     "Alpaca's columns": (lambda m: trainer(lora(m), ALPACA), "no known format", "+ row['input']"),
+    "a system message beside a question": (
+        lambda m: trainer(lora(m), Dataset.from_list([{"system_prompt": "s", "question": "q", "response": "r"}])),
+        "no known format",
+        "'prompt': row['system_prompt'] + '\\n' + row['question']",
+    ),
     "a function for batches": (
         lambda m: trainer(lora(m), ALPACA, formatting_func=lambda rows: [rows["instruction"]]),
         "returns a list",

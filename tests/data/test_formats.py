@@ -189,6 +189,42 @@ def test_files_of_preference_pairs_are_refused_as_such(file: str, shared: Path) 
         read_rows(shared / "data" / file)
 
 
+@pytest.mark.parametrize(
+    ("row", "columns", "unread"),
+    [
+        (
+            {"question": "Why?", "context": "Told.", "answer": "So."},
+            "instruction: question, output: answer, input: context",
+            "",
+        ),
+        (
+            {"instruction": "Why?", "input": "Told.", "response": "So."},
+            "instruction: instruction, output: response",
+            "",
+        ),
+        (
+            {"system_prompt": "Be brief.", "question": "Why?", "response": "So.", "id": 1},
+            "instruction: question, output: response, system: system_prompt",
+            "",
+        ),
+        ({"prompt": "Why?", "completion": "So.", "system": "Be brief."}, "instruction: prompt, output: completion", ""),
+        (
+            {"question": "Why?", "answer": "So.", "cot": "Hm."},
+            "prompt: question, completion: answer",
+            ", which leaves 'cot'",
+        ),
+    ],
+)
+def test_the_columns_that_an_error_names_leave_nothing_out_unsaid(row: Any, columns: str, unread: str) -> None:
+    reader = RowReader()
+    with pytest.raises(DataError) as told:
+        list(reader.read("a.jsonl", [(1, row)]))
+    assert f"set data.columns: {{{columns}}}{unread}" in str(told.value)
+    named = dict(pair.split(": ") for pair in columns.split(", "))
+    [read] = RowReader(columns=named).read("a.jsonl", [(1, row)])
+    assert all(value in str(read) for key, value in row.items() if key not in ("id", "cot"))
+
+
 def test_bad_rows_are_dropped_and_told_where_asked(tmp_path: Path) -> None:
     good = {"prompt": "a", "completion": "b"}
     path, dropped = write(tmp_path / "train.jsonl", good, good | {"completion": ""}, good), list[DataError]()

@@ -80,8 +80,8 @@ def test_txt(tmp_path: Path) -> None:
         ("one", 2),
         ("two\n", 6),
     ]
-    path.write_bytes(b"one\r\ntwo\r\n<|endoftext|>\r\nthree")  # the line's end before a separator is its own
-    assert [row.text for row in read_rows(path) if isinstance(row, TextDocument)] == ["one\r\ntwo", "three"]
+    path.write_bytes(b"one\r\ntwo\r\n<|endoftext|>\r\nthree\r\n")  # Windows' line ends aren't trained
+    assert [row.text for row in read_rows(path) if isinstance(row, TextDocument)] == ["one\ntwo", "three\n"]
 
 
 BAD_FILES: dict[str, tuple[str, bytes, str]] = {

@@ -524,7 +524,7 @@ def test_command(recipe: Any, tmp_path: Path) -> None:
 
     second.write_text(json.dumps({"schema": "pronghorn-profile-v1", "steps": 1}))
     refused = invoke("--against", str(second))
-    assert refused.exit_code == 1 and "is damaged: step_ms: Field required" in refused.stderr
+    assert refused.exit_code == 1 and "is not whole: step_ms: Field required" in refused.stderr
     second.write_text(json.dumps({"schema": "pronghorn-profile-v0"}))
     for option in ("--against", "--json"):
         refused = invoke(option, str(second))

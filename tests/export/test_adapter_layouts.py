@@ -117,13 +117,32 @@ def new_tokens() -> Any:
             ),
             "rank_pattern",
         ),
+        (
+            lambda: get_peft_model(
+                tiny_model("llama"), LoraConfig(r=2, init_lora_weights="pissa", target_modules=["q_proj"])
+            ),
+            "init_lora_weights",
+        ),
     ],
-    ids=["modules_to_save", "new tokens", "bias", "DoRA", "ranks"],
+    ids=["modules_to_save", "new tokens", "bias", "DoRA", "ranks", "PiSSA"],
 )
 def test_what_servers_drop_is_refused_by_name(make: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=rf"{named} .*: merge instead"):
         write_served_adapter(make(), None, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_the_active_adapter_of_several_is_written(tmp_path: Path) -> None:
+    """PEFT saves all of them, each but the first in a folder of its own."""
+    model: Any = add_lora(tiny_model("llama"), r=2, target_modules=["q_proj"])
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["v_proj"]))
+    model.set_adapter("other")
+    folder = write_served_adapter(model, None, tmp_path / "adapter")
+    names = {name.split(".")[-3] for name in load_file(folder / "adapter_model.safetensors")}
+    assert names == {"v_proj"} and LoraConfig.from_pretrained(folder).r == 3 and not (folder / "other").exists()
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(UnsupportedError, match="active are: default, other: choose one"):
+        write_served_adapter(model, None, tmp_path / "both")
 
 
 def test_experts_whose_names_are_not_known_are_refused(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_a_file_says_what_it_is(stories: Path, tmp_path: Path) -> None:
     ("family", "options", "problem"),
     [
         ("llama", {"use_dora": True}, "doesn't read DoRA"),
+        ("llama", {"init_lora_weights": "olora"}, r"beginning out of the base \(init_lora_weights: olora\)"),
         ("llama", {"bias": "all"}, r"doesn't read trained biases \(bias: all\)"),
         ("llama", {"modules_to_save": ["embed_tokens"]}, "modules that were trained whole"),
     ],
@@ -146,6 +147,30 @@ def test_what_llama_cpp_does_not_apply_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=problem):
         write_gguf_lora(adapted(family, 512, **options), tmp_path / "adapter.gguf")
+
+
+def test_the_active_adapter_of_several_is_written(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    model: Any = adapted("llama", 512, target_modules=["q_proj", "v_proj"])
+    model.add_adapter("other", LoraConfig(r=2, lora_alpha=5, target_modules=["q_proj", "k_proj"]))
+    perturb(model)
+    model.set_adapter("other")
+    written = {t.name: t.data for t in gguf.GGUFReader(write_gguf_lora(model, tmp_path / "other.gguf")).tensors}
+    assert len(written) == 12 and not any("attn_v" in name for name in written)
+    own = model.base_model.model.model.layers[0].self_attn.k_proj.lora_A["other"].weight
+    assert torch.equal(torch.tensor(written["blk.0.attn_k.weight.lora_a"]), own)
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(UnsupportedError, match="active are: default, other: choose one"):
+        write_gguf_lora(model, tmp_path / "both.gguf")
+
+
+def test_an_adapter_of_embeddings_is_refused(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
+    with pytest.raises(UnsupportedError, match=r"adapter of model.embed_tokens can't be written"):
+        write_gguf_lora(model, tmp_path / "adapter.gguf")
 
 
 def test_the_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pronghorn.export import gguf
 from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.gguf import stop_tokens, write_gguf
-from pronghorn.models.gguf import load_gguf, read_header
+from pronghorn.models.gguf import load_gguf, read_header, reads
 from support.byte_level import MARKS, TEXTS, byte_level
 from support.tiny import tiny_model
 
@@ -126,6 +126,72 @@ def test_runs_of_spaces_are_written_as_llama_cpp_looks_for_them(tmp_path: Path) 
                 assert engine._post("/tokenize", {"content": text})["tokens"] == tokenizer(text)["input_ids"][1:], text
     for beside in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / beside).unlink()
+    assert reads(file)  # an export is read back with what it says of itself
     _, again = load_gguf(file, torch.float32)
     for text in texts:
         assert again(text)["input_ids"] == tokenizer(text)["input_ids"], text
+
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "template", "space", "right", "wrong"),
+    [
+        ("first", None, True, ["a b", "ab  a"], ["a</s> b"]),  # Llama 2's and Mistral's, as transformers 5 builds them
+        ("first", PLAIN, True, ["a b", "ab  a"], ["a</s> b"]),
+        ("first", "<s>" + PLAIN, False, ["<s>a b", "<s>a</s> b", "</s>a"], ["a b"]),
+        ("always", None, True, ["a b", "ab  a", "a</s>b"], []),
+        ("never", None, False, ["a b", "ab  a", "a</s> b"], []),
+    ],
+)
+def test_a_space_before_text_is_written_where_conversations_have_it(
+    stories: Path, tmp_path: Path, scheme: Any, template: str | None, space: bool, right: list[str], wrong: list[str]
+) -> None:
+    kept = AutoTokenizer.from_pretrained(stories).backend_tokenizer
+    kept.normalizer, kept.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=kept, chat_template=template, **special)
+    file = write_gguf(saved(tokenizer, tmp_path), tmp_path / "model.gguf", "f32")
+    assert read_header(file).metadata["tokenizer.ggml.add_space_prefix"] is space
+    for beside in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / beside).unlink()
+    _, again = load_gguf(file, torch.float32)
+    same = [text for text in (*right, *wrong) if again(text)["input_ids"] == tokenizer(text)["input_ids"]]
+    assert same == right
+    if llama_cpp.has_llama_cpp():
+        body = {"add_special": bool(tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id), "parse_special": True}
+        with serve_gguf(file) as engine:
+            for text in right:
+                told = engine._post("/tokenize", {"content": text, **body})["tokens"]
+                assert told == tokenizer(text)["input_ids"], text
+
+
+def test_added_tokens_beyond_the_embeddings_are_left_out_and_others_refused(tmp_path: Path) -> None:
+    """Gemma 3 1B's tokenizer has a token of images, which the model has no row for."""
+    tokenizer = byte_level("llama-bpe")
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "<pad>"})
+    tiny_model("llama", vocab_size=size).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    told = read_header(write_gguf(tmp_path, tmp_path / "model.gguf", "f32")).metadata
+    assert len(told["tokenizer.ggml.tokens"]) == size and "tokenizer.ggml.padding_token_id" not in told
+    tiny_model("llama", vocab_size=100).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"a tokenizer of .* tokens, and the model embeds 100"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "f32")
+
+
+def test_templates_that_have_names_are_written(tmp_path: Path) -> None:
+    tokenizer = byte_level("llama-bpe")
+    default, tools = ("{% for m in messages %}" + each + "{{ m.content }}<|im_end|>{% endfor %}" for each in "AB")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = {"default": default, "tool_use": tools}
+    folder = saved(tokenizer, tmp_path)
+    file = write_gguf(folder, tmp_path / "model.gguf", "f32")
+    assert read_header(file).metadata["tokenizer.chat_template"] == default
+    _, again = load_gguf(file, torch.float32)
+    for beside in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / beside).unlink()
+    _, alone = load_gguf(file, torch.float32)
+    assert again.chat_template == alone.chat_template == {"default": default, "tool_use": tools}
+    assert "<|im_end|>" in tokenizer.convert_ids_to_tokens(stop_tokens(folder, tokenizer))

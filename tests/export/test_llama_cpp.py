@@ -136,6 +136,8 @@ def farthest(model: Any, tokenizer: Any, folder: Path, text: str = TEXT) -> tupl
         ("mistral", {"sliding_window": None}),
         ("granite", {}),
         ("granitemoehybrid", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("granite", {"attention_bias": True, "mlp_bias": True}),
         ("olmo2", {}),
         ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
         ("phi3", {"sliding_window": None}),

@@ -232,6 +232,15 @@ def test_rounding_in_the_products_of_16_bits_is_not_the_merge_s(
         save_merged(model, None, tmp_path / "wrong", dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_finer_dtype_than_the_model_s_is_no_wrong_merge(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The adapted model's own logits are those of products in bfloat16."""
+    model = adapted("llama").to(torch.bfloat16)
+    save_merged(model, None, tmp_path / "merged", dtype=dtype)
+    stored = {tensor.name: tensor.read() for tensor in merged_tensors(base_causal_lm(model), dtype)}
+    assert all(torch.equal(each, stored[name]) for name, each in tensors(tmp_path / "merged").items())
+
+
 def test_weights_that_a_training_broke_are_no_wrong_merge(tmp_path: Path) -> None:
     model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
     next(weight for name, weight in model.named_parameters() if ".lora_B" in name).data.fill_(float("nan"))

@@ -90,6 +90,8 @@ def adapted(folder: Path, **lora: Any) -> Any:
         {"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"},
         {"modules_to_save": ["embed_tokens"]},
         {"target_modules": ["q_proj", "layers.1.mlp.down_proj"]},
+        {"alpha_pattern": {r"^model\.layers\.1\.self_attn\.q_proj": 64}},
+        {"rank_pattern": {"model.layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"q_proj": 64}},
     ],
 )
 def test_an_adapter_applies_to_the_whole_model_in_plain_peft(
@@ -157,6 +159,36 @@ def test_an_adapter_of_new_tokens_holds_the_embeddings(gemma3: Path, tmp_path: P
     tokenizer.save_pretrained(tmp_path / "adapter")
     again, _ = load_model(tmp_path / "adapter", max_seq_length=64, dtype="float32")
     assert torch.equal(logits(again), logits(model)) and logits(again).shape[-1] == VOCAB + 4
+
+
+FULL_NAME = "model.language_model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"target_modules": r".*language_model.*\.(q|v)_proj"},
+        {"target_modules": ["q_proj"], "alpha_pattern": {FULL_NAME: 64}, "rank_pattern": {FULL_NAME: 2}},
+        {"target_modules": ["q_proj"], "alpha_pattern": {r"language_model\.layers\.[01].*": 64}},
+    ],
+)
+def test_an_adapter_that_peft_alone_made_of_the_whole_model_loads(
+    lora: dict[str, Any], gemma3: Path, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, exclude_modules=r".*vision_tower.*", **lora)
+    whole: Any = moved(get_peft_model(plain(gemma3), config))
+    whole.save_pretrained(tmp_path / "adapter")
+    model, _ = load_model(tmp_path / "adapter", max_seq_length=64, dtype="float32")
+    torch.testing.assert_close(logits(model), logits(whole), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits(whole), logits(plain(gemma3)), atol=1e-3)
+
+
+def test_an_adapter_in_pickled_weights_is_refused(gemma3: Path, tmp_path: Path) -> None:
+    """Its names would be the causal LM's, which the whole model has not."""
+    with pytest.raises(UnsupportedError, match="safetensors alone"):
+        adapted(gemma3).save_pretrained(tmp_path / "adapter", safe_serialization=False)
 
 
 def test_an_adapter_of_a_tower_is_refused_by_name(gemma3: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def check_what_is_read_back(tokenizer: Any, family: str, changes: dict[str, Any]
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     tokenizer = byte_level("llama-bpe")  # a small one is written and read in no time
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
-    check_what_is_read_back(tokenizer, "llama", {}, tmp_path)
+    check_what_is_read_back(tokenizer, "llama", {"attention_bias": True, "mlp_bias": True}, tmp_path)
 
 
 def test_a_partial_rotary_factor_that_the_family_does_not_read_is_not_written(tmp_path: Path) -> None:
@@ -216,6 +216,15 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
             "RoPE scaling 'dynamic' is not written as GGUF",
         ),
         ("gemma3_text", GEMMA3_YARN, "gemma3_text with YaRN beside windows"),
+        # what files don't say, and llama.cpp would compute otherwise without a word
+        ("llama", {"hidden_act": "gelu"}, "llama with the activation gelu"),
+        ("gemma3_text", GEMMA3_YARN | {"hidden_activation": "silu"}, "gemma3_text with the activation silu"),
+        # of which it doesn't load the file
+        ("qwen3", {"attention_bias": True}, "qwen3 with biases in attention"),
+        ("smollm3", {"mlp_bias": True}, "smollm3 with biases in MLPs"),
+        ("seed_oss", {"attention_out_bias": True}, "seed_oss with biases in attention's output"),
+        ("qwen2", {"head_dim": 24}, "qwen2 with heads of 24 and not hidden_size / num_attention_heads"),
+        ("qwen3", {"rope_parameters": LLAMA3}, "qwen3 with RoPE scaling 'llama3'"),
     ],
 )
 def test_families_that_are_not_written_are_refused(
@@ -274,6 +283,17 @@ def test_k_quants_are_made_by_llama_cpp(stories: Path, tmp_path: Path, monkeypat
     assert not list(tmp_path.glob("*.gguf"))
 
 
+def test_numbers_beyond_float16_are_not_written_as_infinity(tmp_path: Path) -> None:
+    tokenizer = byte_level("llama-bpe")
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = 70_000
+    folder = save(model, tokenizer, tmp_path / "merged")
+    with pytest.raises(UnsupportedError, match=r"blk\.1\.ffn_down\.weight holds numbers beyond float16's: use bf16"):
+        write_gguf(folder, tmp_path / "model.gguf", "f16")
+    write_gguf(folder, tmp_path / "model.gguf", "bf16")
+
+
 def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) -> None:
     model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, dtype="float32")
     files = model.save_pretrained_gguf(tmp_path / "gguf", tokenizer, quantization_method=["q8_0", "f16"])
@@ -282,6 +302,9 @@ def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) 
         model.save_pretrained_gguf(tmp_path / "none")
     with pytest.raises(ConfigError, match="gguf is there already"):
         model.save_pretrained_gguf(tmp_path / "gguf", tokenizer)
+    for nothing in (None, []):
+        with pytest.raises(ConfigError, match="names none: use 'q8_0', or a list"):
+            model.save_pretrained_gguf(tmp_path / "none", tokenizer, quantization_method=nothing)
     assert all(map(Path.is_file, files)) and [path.name for path in tmp_path.iterdir()] == ["gguf"]
 
 

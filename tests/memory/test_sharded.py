@@ -23,7 +23,7 @@ from pronghorn.models.share import share_layers
 from pronghorn.parity.distance import relative_error
 from pronghorn.precision.compute import Compute
 from pronghorn.train.checkpoint import Fingerprint
-from support.processes import WORLD, selected, together
+from support.processes import WORLD, alone, selected, together
 from support.tiny import in_4_bits, packed_row, tiny_model
 from support.tolerance import assert_three_way
 
@@ -216,18 +216,13 @@ def test_shared_experts_multiply_in_the_models_dtype_and_the_report_says_so(shar
         ("llama blocks fp8", "dtype", "fp8"),
     ],
 )
-def test_layers_that_are_shared_for_other_products_are_refused(
-    name: str, shared: str, asked: str, tmp_path: Path
-) -> None:
+def test_layers_that_are_shared_for_other_products_are_refused(name: str, shared: str, asked: str) -> None:
     """What lies in the buffers then may be another layer's: codes of it would be wrong."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
+    with alone():
         model = adapted(name)
         share_layers(model, torch.device("cpu"), compute=Compute.of(shared))
-        with pytest.raises(UnsupportedError, match=f"compute = '{asked}' for layers that processes share for other"):
+        with pytest.raises(UnsupportedError, match=f"compute = '{asked}', and processes share the layers' weights"):
             attach(model, layers="fused", compute=asked)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -242,8 +237,8 @@ def test_weights_that_were_moved_are_put_back(shared_runs: Path, name: str) -> N
 def test_what_a_shared_model_can_not_do_is_refused(shared_runs: Path) -> None:
     for rank in range(WORLD):
         detached, merged, moved = torch.load(shared_runs / f"refused-{rank}.pt")
-        assert detached.startswith("detaching of a model whose layers are shared by 2 processes")
-        assert merged.startswith("merging of a model whose layers are shared by 2 processes")
+        assert detached.startswith("detaching needs all of the model's weights, and each of 2 processes has a part")
+        assert merged.startswith("merging needs all of the model's weights, and each of 2 processes has a part")
         assert "weights that 2 processes share were moved to cpu as torch.float64" in moved
 
 

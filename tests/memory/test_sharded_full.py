@@ -92,7 +92,7 @@ def train(case: tuple[Any, ...], ranks: list[int], device: torch.device | None, 
         optimizer.zero_grad(set_to_none=False)
         losses.append(loss_of_step)
     if device is not None:
-        with pytest.raises(UnsupportedError, match="of which each process has a part"):
+        with pytest.raises(UnsupportedError, match="each process has a part of them"):
             model.save_pretrained("nowhere")
     fused = [is_fused(layer) for layer in model.model.layers]
     state = model.state_dict() if shared is None else whole_state(model)

@@ -897,6 +897,9 @@ def test_adapters_by_which_documents_see_each_other_are_refused(family: str, kin
     for given in (batch, stock):
         with pytest.raises(UnsupportedError, match=f"a packed row of .* documents, .* for {kind}, w"):
             model(**given)
+    backbone = model.get_base_model().base_model  # which TRL's fused head calls
+    with pytest.raises(UnsupportedError, match=f"a packed row of .* documents, .* for {kind}, w"):
+        backbone(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     alone = {name: batch[name][:, : LENGTHS[0]] for name in ("input_ids", "labels")}
     assert model(**alone).logits.isfinite().all()  # no packed row: as transformers and PEFT compute it
 

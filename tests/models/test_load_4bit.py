@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export.merge import dense_weight
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
-from pronghorn.models.load import load_model
+from pronghorn.models.load import find_model, load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.models.one_by_one import LOADED_BY
 from pronghorn.models.report import render
@@ -182,3 +183,54 @@ def test_another_version_s_insides_leave_it_to_transformers(tmp_path: Path, monk
     monkeypatch.setattr("pronghorn.models.one_by_one.why_not", gone)
     [told] = [path for path in attach(by_the_house(tmp_path)).report if path.part == "quantising on load"]
     assert told.path == "transformers" and "built otherwise (no _get_dtype_plan)" in told.why
+
+
+def quantised(folder: Path, source: Path, **asked: Any) -> Path:
+    """Save a checkpoint of bitsandbytes', as its publishers do."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    asked = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", **asked}
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(**asked)
+    )
+    model.save_pretrained(folder)
+    byte_tokenizer(512).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("asked", [{}, {"bnb_4bit_quant_storage": torch.bfloat16}, {"bnb_4bit_quant_type": "fp4"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_quantised_checkpoint_has_the_dtype_that_was_asked_for(
+    tmp_path: Path, dtype: torch.dtype, asked: dict[str, Any]
+) -> None:
+    """transformers 5 leaves its other weights in the checkpoint's, and 4 bits are written out in it."""
+    checkpoint(tmp_path / "plain", "qwen2")
+    folder = quantised(tmp_path / "4bit", tmp_path / "plain", **asked, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = load_model(folder, dtype=str(dtype), max_seq_length=128)[0]
+    floating = {n: p.dtype for n, p in model.named_parameters() if not hasattr(p, "quant_state")}
+    assert floating.keys() >= {"model.norm.weight", "model.layers.0.self_attn.q_proj.bias"}
+    assert set(floating.values()) == {dtype} and model.dtype is dtype
+    linear = model.model.layers[0].mlp.up_proj
+    packed = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(linear.weight.data.view(torch.uint8).flatten(), packed.view(torch.uint8).flatten())
+    x = torch.randn(5, linear.in_features, dtype=dtype)
+    with torch.no_grad():
+        y, right = linear(x), x.double() @ dense_weight(linear).double().t()
+    assert y.dtype is dtype and (y - right).norm() / right.norm() < 2 * torch.finfo(dtype).eps
+
+
+def test_weights_that_stay_in_float32_do_so_in_a_quantised_checkpoint(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "plain", "gpt_oss")
+    model = load_model(
+        quantised(tmp_path / "4bit", tmp_path / "plain"), dtype="float16", max_seq_length=128
+    )[0]  # fmt: skip
+    assert model.model.norm.weight.dtype is torch.float32 and model.model.embed_tokens.weight.dtype is torch.float16
+
+
+def test_a_checkpoint_in_8_bits_of_bitsandbytes_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "llama")
+    table = json.loads((tmp_path / "config.json").read_text())
+    stored = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+    (tmp_path / "config.json").write_text(json.dumps({**table, "quantization_config": stored}))
+    with pytest.raises(UnsupportedError, match="quantised by bitsandbytes to 8 bits"):
+        find_model(tmp_path, max_seq_length=128)

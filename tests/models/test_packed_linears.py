@@ -14,8 +14,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from pronghorn.errors import DataError, PronghornError, UnsupportedError
+from pronghorn.api import FastLanguageModel
+from pronghorn.config import Recipe
+from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.export.merge import save_merged
+from pronghorn.export.onto_original import adapter_on_original
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import RUN
 from pronghorn.memory.estimate import resting_bytes
@@ -23,9 +26,11 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.load import find_model, load_model
+from pronghorn.models.lora import add_lora
 from pronghorn.parity.quantised import compared_products
 from pronghorn.precision.fp8 import BackwardSource, FP8Source
 from pronghorn.precision.source import PackedSource
+from pronghorn.train.documents import find
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, path_of_layers, with_adapters
 from support.packed_checkpoints import change
@@ -199,6 +204,8 @@ def test_a_saved_adapter_loads_over_its_packed_base(tmp_path: Path, kind: str) -
     ids = torch.randint(3, 90, (1, 40))
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
+    with pytest.raises(UnsupportedError, match="--onto original of a checkpoint that is quantised itself"):
+        adapter_on_original(tmp_path / "adapter", again)
 
 
 @pytest.mark.parametrize("pattern", ["re:.*self_attn.*", "model.layers.*.self_attn", "self_attn.q_proj", QUERY])
@@ -363,3 +370,23 @@ def test_merging_writes_the_dense_weights_with_the_adapter(tmp_path: Path, kind:
     assert not hasattr(merged.config, "quantization_config")
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, model.eval()(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fine-grained", "nvfp4"])
+def test_what_is_packed_is_neither_trained_nor_changed(tmp_path: Path, kind: str) -> None:
+    """PiSSA would add to weights what it can't take out of them; a whole copy would be trained, and not saved."""
+    packed_linears(tmp_path, kind)
+    with pytest.raises(ConfigError, match=r"full_finetuning, but .* has its weights in few bits"):
+        FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=64, full_finetuning=True)
+    with pytest.raises(ConfigError, match="modules_to_save 'q_proj' is in few bits, which can't be trained"):
+        add_lora(loaded(tmp_path), r=4, modules_to_save=["q_proj"])
+    fields: Any = {"model": {"name": str(tmp_path), "max_seq_length": 64}, "data": {"train": "x.jsonl"}}
+    fields["train"] = {"output": "out"}
+    for adapter, problem in (
+        ({"method": "full"}, "adapter.method: full, but .* has its weights in few bits"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: pissa_niter_4 changes the base's weights, and .*"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights: olora changes the base's weights, and .* in few bits"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            find(Recipe.model_validate({**fields, "adapter": adapter}))
+    assert find(Recipe.model_validate(fields)).is_quantised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
@@ -36,6 +37,29 @@ def tiny(model_type: str) -> Any:
 def batch(lengths: list[int], seed: int = 0) -> dict[str, Any]:
     ids = torch.randint(3, SMALL["vocab_size"], (sum(lengths),), generator=torch.Generator().manual_seed(seed))
     return Collator(max(64, sum(lengths)), 0)([{"input_ids": ids.tolist(), "labels": ids.tolist(), "lengths": lengths}])
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "starcoder2"])
+def test_a_backbone_called_past_its_causal_lm_keeps_documents_apart(model_type: str) -> None:
+    """As TRL's fused head calls it, for its own losses. Falcon's own forward lets documents mix."""
+    model, row = tiny(model_type), batch(LENGTHS)
+    given = row["input_ids"][:, : sum(LENGTHS)], row["position_ids"][:, : sum(LENGTHS)]
+    alone = [model.base_model(ids, use_cache=False).last_hidden_state for ids in given[0].split(LENGTHS, 1)]
+    handle = pronghorn.attach(model)
+    for each in (model, copy.deepcopy(model)):
+        packed = each.base_model(input_ids=given[0], position_ids=given[1]).last_hidden_state
+        torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+        one = each.base_model(given[0][:, 1:31], use_cache=False).last_hidden_state
+        torch.testing.assert_close(one, model.base_model(given[0][:, 1:31]).last_hidden_state)
+    handle.detach()
+    assert not model.base_model._forward_pre_hooks
+
+
+def test_a_backbone_whose_documents_mix_is_refused_past_its_causal_lm() -> None:
+    model, row = tiny("bloom"), batch(LENGTHS)
+    pronghorn.attach(model)
+    with pytest.raises(UnsupportedError, match="bloom can't be trained on packed rows here: documents mix in layer 0"):
+        model.base_model(input_ids=row["input_ids"], position_ids=row["position_ids"])
 
 
 @pytest.mark.parametrize("model_type", CLEAN)
@@ -313,7 +337,7 @@ def test_weights_that_are_no_numbers_are_named_and_not_called_clean() -> None:
 def test_pictures_are_refused() -> None:
     model = generic_model("gpt_neox")
     pronghorn.attach(model)
-    with pytest.raises(UnsupportedError, match="pixel_values: text only for now"):
+    with pytest.raises(UnsupportedError, match="pixel_values: training is text only for now"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64), pixel_values=torch.zeros(1, 3, 8, 8))
 
 

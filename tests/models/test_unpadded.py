@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -305,6 +306,18 @@ def test_what_needs_the_padded_batch_has_it(change: Callable[[Any, dict[str, Ten
     given = batch(model)
     change(model, given)
     compare(model, given, padded=True)
+
+
+def test_an_adapter_that_sees_the_whole_batch_has_the_padded_one() -> None:
+    """Past the causal LM, too, where TRL's fused head calls the backbone."""
+    if not hasattr(peft, "LilyConfig"):
+        pytest.skip("this PEFT has no Lily")
+    model = get_peft_model(tiny_model("llama"), peft.LilyConfig(r=2, target_modules=["q_proj"]))
+    given = batch(model)
+    labels, backbone = given.pop("labels"), model.get_base_model().model
+    attach(model, layers="fused")
+    assert UNPADDED not in seen_keywords(backbone, lambda: model(labels=labels, **given))
+    assert UNPADDED not in seen_keywords(backbone, lambda: backbone(**given))
 
 
 def test_a_cache_that_is_asked_for_is_there() -> None:

@@ -62,6 +62,31 @@ def test_every_line_of_the_walk_names_a_function() -> None:
     assert all(re.match(r"\d+\. `[\w.]+` \(\S+\.py\) ", line) for line in lines)
 
 
+DECIDED = (DOCS / "design.md").read_text().partition("## Where is X decided")[2].partition("\n## ")[0]
+PLACES = re.findall(r"`([\w/]+(?:\.py|/))`(?:, `(\w+)`)?", DECIDED)
+
+
+@pytest.mark.parametrize(("file", "name"), PLACES, ids=[":".join(place) for place in PLACES])
+def test_what_decides_is_where_the_page_says(file: str, name: str) -> None:
+    root = DOCS.parent if file.startswith("tests/") else DOCS.parent / "src/pronghorn"
+    path = root / file
+    assert path.exists()
+    assert not name or re.search(rf"^ *def {name}\(", path.read_text(), re.MULTILINE)
+
+
+FOLDERS = "|".join(path.parent.name for path in (DOCS.parent / "src/pronghorn").glob("*/__init__.py"))
+ELSEWHERE = {"models/gpt_oss.py", "data/dataset_info.json"}
+"""Files of vLLM and LLaMA-Factory that pages name."""
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in DOCS.glob("*.md")))
+def test_modules_that_a_page_names_are_there(page: str) -> None:
+    text = (DOCS / f"{page}.md").read_text()
+    named = {*re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[a-z]\w*(?:\.\w+)?(?![\w/*-])", text)} - ELSEWHERE
+    gone = [name for name in named if not list((DOCS.parent / "src/pronghorn").glob(f"{name.removesuffix('.py')}*"))]
+    assert not gone
+
+
 METHODS = {"model.save_pretrained_gguf", "model.push_to_hub"}
 """Methods of a model, which read like keys."""
 

@@ -97,3 +97,7 @@ def test_the_names_of_computes_are_listed_once() -> None:
     """What a recipe, a command and a script take is made of one list."""
     listing = [path.name for path in SOURCE.rglob("*.py") if '"fp8_exact"' in path.read_text(encoding="utf-8")]
     assert listing == ["compute_names.py"]
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    assert {path.name for path in SOURCE.rglob("*.py") if path.read_text(encoding="utf-8").count("\n") > 400} == set()

@@ -113,6 +113,21 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
         assert "://" in target or (page.parent / target).exists(), target
 
 
+SPEEDS = re.findall(r"^\| ([\w.-]+), (LoRA|full) \| (.*) \|$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "figures"), SPEEDS, ids=[f"{model} {method}" for model, method, _ in SPEEDS]
+)
+def test_figures_of_steps_are_those_of_the_results(model: str, method: str, figures: str) -> None:
+    """docs/benchmarks.md is made of the results, which another test compares."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
+    [row, *_] = [line for line in page if line.startswith(f"| {model} | {method.lower()}") and "| off | 100% |" in line]
+    told = re.findall(r"[\d.]+ (?:×|GiB|ms)", figures)
+    assert len(SPEEDS) == 6 and len(told) >= 4
+    assert all((one.removesuffix(" ms") if one.endswith("ms") else one) in row for one in told), row
+
+
 def test_make_test_is_what_ci_runs() -> None:
     assert "exec make test" in (ROOT / ".ci" / "run").read_text()
     plan = shell(["make", "-n", "test"]).stdout

@@ -45,6 +45,20 @@ def test_a_recipe_for_one_s_own_data_trains_as_it_stands(place: Path, stories: P
     assert (place / "runs/rows/adapter/adapter_model.safetensors").is_file()
 
 
+def test_what_belongs_to_a_question_is_trained_with_it(place: Path, stories: Path) -> None:
+    row = {"question": "How many?", "context": "CREATE TABLE cats", "answer": "SELECT", "Complex_CoT": "Hm."}
+    (place / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (place / "model").mkdir()
+    for file in stories.iterdir():
+        (place / "model" / file.name).write_bytes(file.read_bytes())
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    (place / "model/chat_template.jinja").write_text(template)
+    assert invoke("init", "mine.yaml", "--model", "model", "--data", "rows.jsonl").exit_code == 0
+    text = (place / "mine.yaml").read_text()
+    columns = {"instruction": "question", "output": "answer", "input": "context"}
+    assert yaml.safe_load(text)["data"]["columns"] == columns and "not read: Complex_CoT" in text
+
+
 def test_without_anything_named_the_recipe_is_whole(place: Path) -> None:
     assert invoke("init").exit_code == 0
     (place / "my-data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from pronghorn.config import Recipe
 from pronghorn.errors import PronghornError
@@ -28,7 +26,7 @@ from pronghorn.precision.compute import Compute
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import with_adapters
 from support.generic import generic_model
-from support.processes import gather_gradients
+from support.processes import alone, gather_gradients
 from support.tiny import in_4_bits, packed_row, tiny_model
 
 BATCH = packed_row(LENGTHS, ROW)
@@ -166,7 +164,7 @@ def _step(cell: Cell) -> None:
         right.backward()
     exact = {name: gradient.clone() for name, gradient in gradients(model).items()}
     model.zero_grad(set_to_none=True)
-    with _processes(cell.strategy):
+    with nullcontext() if cell.strategy == "one GPU" else alone():
         if cell.strategy == "shared layers":
             share_layers(model, torch.device("cpu"), compute=Compute.of(compute))
         layers = "auto" if cell.group == "proven generic" else "fused"
@@ -185,22 +183,6 @@ def _step(cell: Cell) -> None:
         if gradient.abs().max() > (0.02 if coarse else 1e-4) * scale:  # others are rounding in 16 bits
             pair = (value.double().flatten() for value in (found[name], gradient))
             assert torch.nn.functional.cosine_similarity(*pair, 0) > least, name
-
-
-@contextmanager
-def _processes(strategy: str) -> Iterator[None]:
-    """Join a process group of this process alone while the block runs."""
-    if strategy == "one GPU":
-        yield
-        return
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _wrapped(strategy: str, model: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pronghorn import FastLanguageModel
@@ -16,6 +15,7 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.train.trainer import SFTTrainer
 from support.documents import LENGTHS
 from support.packed_linears import KINDS, packed_linears
+from support.processes import alone
 from support.tiny import packed_row
 from support.trainers import ROW, config
 
@@ -59,11 +59,8 @@ def check_falls(trainer: Any) -> None:
 
 def test_ddp_leaves_packed_weights_to_each_process(tmp_path: Path) -> None:
     trainer = trainer_over(tmp_path, "nvfp4")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
+    with alone():
         wrapped = DistributedDataParallel(trainer.model)
         wrapped(**packed_row(LENGTHS, ROW)).loss.backward()
-    finally:
-        dist.destroy_process_group()
     trained = [each for each in trainer.model.parameters() if each.requires_grad]
     assert trained and all(each.grad is not None and torch.isfinite(each.grad).all() for each in trained)

@@ -80,9 +80,18 @@ def test_a_rank_of_a_pattern_has_the_limit_of_the_rank(make: Make) -> None:
         run(make("run", adapter={"rank_pattern": {"q_proj": 5000}}), QUIET)
 
 
-def test_a_pattern_of_no_module_is_refused(make: Make) -> None:
-    with pytest.raises(ConfigError, match="rank_pattern or alpha_pattern 'dwn_proj' matches no module"):
-        run(make("run", adapter={"rank_pattern": {"dwn_proj": 8}}), QUIET)
+@pytest.mark.parametrize("pattern", ["dwn_proj", "layers.0"])  # PEFT compares ends of linears' names
+def test_a_pattern_of_no_module_is_refused(pattern: str, make: Make) -> None:
+    with pytest.raises(ConfigError, match=f"rank_pattern or alpha_pattern '{pattern}' matches no module"):
+        run(make("run", adapter={"rank_pattern": {pattern: 8}}), QUIET)
+
+
+def test_patterns_whose_order_decides_are_refused(make: Make) -> None:
+    """PEFT takes the first, and saves them sorted: what is loaded again would be another model."""
+    both = {"q_proj": 64, "layers.1.self_attn.q_proj": 8}
+    with pytest.raises(ConfigError, match=r"'q_proj' and 'layers.1.self_attn.q_proj' both match model.layers.1"):
+        run(make("run", adapter={"alpha_pattern": both}), QUIET)
+    run(make("sorted", adapter={"alpha_pattern": dict(sorted(both.items()))}, train={**PLAIN, "max_steps": 1}), QUIET)
 
 
 @pytest.mark.matrix(2)

@@ -15,7 +15,7 @@ import pytest
 
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError
-from pronghorn.train.build import share_of_step
+from pronghorn.recipe_checks import share_of_step
 from pronghorn.train.run import run as train_run
 from support.launched import Launch, launch
 from support.runs import QUIET

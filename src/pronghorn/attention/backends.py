@@ -16,7 +16,7 @@ TILED_HEAD_DIMS = (16, 32, 64, 128)
 
 
 def choose(backend: Backend, query: Tensor) -> tuple[str, str]:
-    """The backend that serves queries like this [..., D], and why.
+    """Choose the backend that serves queries like this [..., D], and say why.
 
     Raises:
         UnsupportedError: a backend was asked for by name and can't serve them.
@@ -60,13 +60,13 @@ def _refused(backend: Backend, why: str) -> UnsupportedError:
 
 
 def long_from(backend: Backend, query: Tensor) -> int | None:
-    """Tokens from which on documents go through cuDNN where `choose` says tiled (`long_documents`); None: none do, as
-    where tiles were asked for by name."""
+    """Return from how many tokens on documents go through cuDNN where `choose` says tiled (`long_documents`); None:
+    none do, as where tiles were asked for by name."""
     return long_documents.least_tokens(query) if backend == "auto" else None
 
 
 def tiles_refusal(query: Tensor) -> str | None:
-    """Why `kernels.attention` can't serve queries like this [..., D], or None if they can."""
+    """Say why `kernels.attention` can't serve queries like this [..., D], or None if they can."""
     if query.device.type != "cuda":
         return f"device {query.device.type} has no Triton kernels"
     if (unfit := _unfit_query(query)) is not None:

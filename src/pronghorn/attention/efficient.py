@@ -21,7 +21,7 @@ CAUSAL = 1
 
 
 def refusal(query: Tensor) -> str | None:
-    """Why these kernels don't serve queries like this [..., D], or None if they do."""
+    """Say why these kernels don't serve queries like this [..., D], or None if they do."""
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
         return "torch's memory-efficient kernels are for fp16 and bf16 on CUDA here"
     if query.shape[-1] % 8 or query.shape[-1] <= varlen.MAX_HEAD_DIM:

@@ -36,8 +36,8 @@ class Options:
 
     @classmethod
     def choose(cls, backend: Backend, query: Tensor, packed: PackedBatch, scale: float, window: int | None) -> Options:
-        """What serves queries like this [..., D]: one object for forward and backward, for it may not be chosen twice
-        (deterministic mode can be switched in between). Raises as `backends.choose` does."""
+        """Choose what serves queries like this [..., D]: one object for forward and backward, since
+        deterministic mode can be switched in between. Raises as `backends.choose` does."""
         way = choose(backend, query)[0]
         if way == "efficient" and window is not None:
             way = "per_document"
@@ -49,14 +49,14 @@ class Options:
         return self.window if self.window is not None and self.window < self.packed.max_seqlen else None
 
     def split(self, sinks: Tensor | None) -> tuple[long_documents.Bounds, Tensor]:
-        """(the documents that cuDNN takes, the tiles of the others). It has neither windows nor sinks."""
+        """Return (the documents that cuDNN takes, the tiles of the others). It has neither windows nor sinks."""
         if self.long is None or sinks is not None or self.binding is not None:
             return [], self.packed.tiles
         return self.packed.split(self.long)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, options: Options, sinks: Tensor | None = None) -> Tensor:
-    """[T, H, D] and [T, H_kv, D] to [T, H, D], any strides but for the last; sinks: [H]. Differentiable once."""
+    """Attend: [T, H, D] and [T, H_kv, D] to [T, H, D], any strides but the last; sinks: [H]. Differentiable once."""
     return _Attention.apply(query, key, value, sinks, options)
 
 
@@ -80,7 +80,7 @@ class _Attention(torch.autograd.Function):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, sinks: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(attention's output [T, H, D], what `backward` needs besides)."""
+    """Return (attention's output [T, H, D], what `backward` needs besides)."""
     packed, scale, window = options.packed, options.scale, options.binding
     if options.way == "tiled":
         documents, rest = options.split(sinks)
@@ -105,7 +105,7 @@ def backward(
     options: Options,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """([T, H + 2·H_kv, D]: dq, dk and dv side by side; [H]: the sinks' gradient, None where they aren't trained)."""
+    """Return (dq, dk and dv side by side [T, H + 2·H_kv, D]; the sinks' gradient [H], None where not trained)."""
     packed, scale, window = options.packed, options.scale, options.binding
     trained = [sinks] if sinks is not None and sinks.requires_grad else []
     if options.way == "tiled":

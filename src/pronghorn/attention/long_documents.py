@@ -34,7 +34,7 @@ Bounds = list[tuple[int, int]]
 
 
 def least_tokens(query: Tensor) -> int | None:
-    """Tokens from which on documents of queries like this [..., D] go through cuDNN; None where none do."""
+    """Return from how many tokens on documents of queries like this [..., D] go through cuDNN; None where none do."""
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
         return None
     wished = torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled()
@@ -46,7 +46,7 @@ def least_tokens(query: Tensor) -> int | None:
 
 
 def padded_length(length: int) -> int:
-    """The length a document is computed at: one of at most 16 between a power of two and the next."""
+    """Return the length that a document is computed at: one of at most 16 between a power of two and the next."""
     return round_up(length, max(128, (1 << length.bit_length() - 1) // 16))
 
 
@@ -78,7 +78,7 @@ def backward(
 
 
 def _alone(x: Tensor, start: int, end: int) -> Tensor:
-    """[1, H, L', D] of one document of x [T, H, D]: a view, or where its length is padded a copy with zeros after it.
+    """Take one document of x [T, H, D] as [1, H, L', D]: a view, or a zero-filled copy where it is padded.
 
     Real queries come before the zeros and don't see them. Gradients of the added rows of `out` are zero, and so is what
     these rows add to dk and dv.
@@ -88,7 +88,7 @@ def _alone(x: Tensor, start: int, end: int) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, ...]:
-    """(out [1, H, L, D], log-sum-exp, two tensors of dropout's state that the backward wants)."""
+    """Return (out [1, H, L, D], log-sum-exp, two tensors of dropout's state that the backward wants)."""
     out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, True, False, scale=scale
     )
@@ -99,7 +99,7 @@ def _gradients(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor, *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), like q, k and v."""
+    """Return (dq, dk, dv), like q, k and v."""
     longest = (q.shape[2],) * 2
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         d_out, q, k, v, out, lse, seed, offset, None, None, None, *longest, 0.0, True, scale=scale

@@ -24,7 +24,7 @@ def per_document_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention, one SDPA call for each document: [T, H, D] and [T, H_kv, D] to [T, H, D]; sinks: [H].
+    """Attend causally, one SDPA call for each document: [T, H, D] and [T, H_kv, D] to [T, H, D]; sinks: [H].
 
     The bounds are host integers, so nothing waits for the device.
     """
@@ -56,7 +56,7 @@ def masked_attention(
     *,
     keep_mask: bool = True,
 ) -> Tensor:
-    """Causal attention under the batch's dense mask: [T, H, D] and [T, H_kv, D] to [T, H, D].
+    """Attend causally under the batch's dense mask: [T, H, D] and [T, H_kv, D] to [T, H, D].
 
     The mask is built by the first layer that asks and kept on the batch (`keep_mask=False` is for ablations).
     """
@@ -80,8 +80,8 @@ def sink_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax over the keys and one more score, the head's sink, that has no value (Xiao et al. 2023, arXiv:2309.17453;
-    learned in gpt-oss). All scores at once: SDPA has no sinks.
+    """Attend with one more score in the softmax, the head's sink, which has no value (Xiao et al. 2023,
+    arXiv:2309.17453; trained in gpt-oss). All scores at once: SDPA has no sinks.
 
     Args:
         query: [B, H, L, D]; key, value: [B, H_kv, S, D].
@@ -113,7 +113,7 @@ def sink_attention(
 
 
 def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, H, D] to [H, T, D], keys and values repeated for grouped heads."""
+    """Turn [T, H, D] to [H, T, D], keys and values repeated for grouped heads."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

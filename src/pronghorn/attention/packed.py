@@ -65,7 +65,7 @@ def packed_attention(
     metadata: Metadata,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention, by transformers' contract for attention functions.
+    """Compute one layer's attention, by transformers' contract for attention functions.
 
     Args:
         query: [B, H, T/B, D]; key, value: [B, H_kv, T/B, D].
@@ -112,7 +112,7 @@ def packed_attention(
 def _metadata_in_every_layer(
     q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """Ablation: derive the metadata from `position_ids` as transformers' flash path does in every layer.
+    """Derive, as an ablation, the metadata from `position_ids` as transformers' flash path does in every layer.
 
     Its own two helpers are called, so that the operations and the synchronisations are transformers', not ours.
     """

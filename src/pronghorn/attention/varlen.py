@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 256
 
 
 def refusal(query: Tensor) -> str | None:
-    """Why flash varlen can't serve queries like this [..., D], or None if it can."""
+    """Say why flash varlen can't serve queries like this [..., D], or None if it can."""
     if query.device.type != "cuda":
         return f"device {query.device.type} has no flash varlen kernel"
     if (unfit := unfit_query(query)) is not None:
@@ -29,7 +29,7 @@ def refusal(query: Tensor) -> str | None:
 
 
 def unfit_query(query: Tensor) -> str | None:
-    """Why no card's kernels serve queries like this [..., D], or None if some do."""
+    """Say why no card's kernels serve queries like this [..., D], or None if some do."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"flash varlen has no {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] % 8 or query.shape[-1] > MAX_HEAD_DIM:
@@ -40,7 +40,7 @@ def unfit_query(query: Tensor) -> str | None:
 def flash_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal attention inside each document; differentiable.
+    """Attend causally inside each document; differentiable.
 
     Args:
         query: fp16 or bf16 [T, H, D].
@@ -61,7 +61,7 @@ def flash_varlen(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedBatch, scale: float, window: int | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`flash_varlen` with the batch's own metadata: nothing is computed here, and nothing waits.
+    """Attend as `flash_varlen` does, by the batch's own metadata: none is computed here, and nothing waits.
 
     With sinks σ [H] output and log-sum-exp become those of a softmax that counts exp(σ): lse' = logaddexp(lse, σ) and
     out' = out · exp(lse − lse'). Flash's backward, given these, computes the gradient with sinks.
@@ -77,7 +77,7 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: list[Tensor], packed: PackedBatch, scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv); `state` is what `forward` returned after the output."""
+    """Return (dq, dk, dv); `state` is what `forward` returned after the output."""
     lse, seed, unused = state
     bounds, longest = (packed.cu_seqlens,) * 2, (packed.max_seqlen,) * 2
     return torch.ops.aten._flash_attention_backward(

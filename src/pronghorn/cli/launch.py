@@ -60,6 +60,7 @@ def launch(
     """
     with plain_errors(debug):
         from pronghorn.config import Recipe
+        from pronghorn.recipe_checks import share_of_step
 
         if not slurm:
             raise ConfigError(
@@ -74,7 +75,7 @@ def launch(
                 "how many GPUs a machine of the cluster has is not known here", "give --gpus N, or set launch.gpus"
             )
         machines = nodes or settings.launch.nodes
-        _check_shared(settings.step_rows, count * machines)
+        share_of_step(settings, count * machines)  # refused here, before it waits in a queue
         arguments = shlex.join([str(recipe), *(overrides or [])])
         text = SCRIPT.format(
             name=_job_name(recipe), nodes=machines, gpus=count, time=time, threads=8, arguments=arguments
@@ -86,16 +87,6 @@ def launch(
         console.print(
             f"[bold]Written to[/] {escape(str(path))}. Submit it by: sbatch {escape(shlex.quote(str(path)))}",
             soft_wrap=True,
-        )
-
-
-def _check_shared(rows: int, processes: int) -> None:
-    """Refuse a step whose rows so many GPUs can't share, before it waits in a queue."""
-    if rows % processes:
-        raise ConfigError(
-            f"a step of {rows} row{'s' if rows > 1 else ''} can't be shared by {processes} GPUs",
-            "make packing.rows_per_step × train.gradient_accumulation_steps a multiple of the GPUs, e.g. "
-            f"train.gradient_accumulation_steps={processes}",
         )
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pronghorn.environment import ERROR_FILE, RAN_OUT, environment_of_process, error_file
 from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, TrainingError
+from pronghorn.text import counted
 
 if TYPE_CHECKING:
     from pronghorn.config import Recipe
@@ -63,13 +64,12 @@ def choose_gpus(recipe: Recipe, visible: int) -> Choice:
         )
     if isinstance(launch.gpus, int):
         if launch.gpus > max(visible, 1):
-            there = f"{visible} GPU{'s' if visible > 1 else ''}" if visible else "no GPU"
+            there = counted(visible, "GPU") if visible else "no GPU"
             remedy = f"set launch.gpus: {visible}, or leave it out to use what is there" if visible else "leave it out"
             raise ConfigError(f"launch.gpus is {launch.gpus}, and this process sees {there}", remedy)
-        if rows % launch.gpus:
-            from pronghorn.train.build import share_of_step  # TRL's import takes seconds
+        from pronghorn.recipe_checks import share_of_step
 
-            share_of_step(recipe, launch.gpus)  # raises, before processes are started for it
+        share_of_step(recipe, launch.gpus)  # raises where it can't be, before processes are started for it
         return Choice(launch.gpus)
     most = max(visible, 1)
     gpus = max(n for n in range(1, most + 1) if rows % n == 0)
@@ -78,7 +78,7 @@ def choose_gpus(recipe: Recipe, visible: int) -> Choice:
     accumulated = most // math.gcd(most, recipe.packing.rows_per_step)
     return Choice(
         gpus,
-        f"trains on {gpus} of {most} GPUs: a step has {rows} row{'s' if rows > 1 else ''}, whatever the number of "
+        f"trains on {gpus} of {most} GPUs: a step has {counted(rows, 'row')}, whatever the number of "
         f"GPUs; to use all of them set train.gradient_accumulation_steps to a multiple of {accumulated}",
     )
 
@@ -144,7 +144,7 @@ _USUAL = {
     "SIGABRT": "; NCCL ends what has waited for launch.timeout_minutes",
 }
 """What usually ends a process so."""
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Group:

@@ -10,7 +10,6 @@ it is filled on, from the first part that isn't there.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pronghorn.data.overflow import Overflow, fit_dataset
 from pronghorn.data.parts import ERRORS, SCHEMA, Part, Tokenising, info_file, part_name, read_part, write_parts
 from pronghorn.data.rows import Row, in_chunks
 from pronghorn.data.sources import count_rows, fingerprint, mixture, read_source
+from pronghorn.device import cores
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.state import MANIFEST, clear_leftovers, lock, read_json, write_json
 from pronghorn.text import counted
@@ -31,7 +31,7 @@ from pronghorn.text import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LABELLING = 5
+LABELLING = 6
 """Raised when the same data would get other tokens or labels than an earlier version gave them."""
 PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
@@ -270,7 +270,7 @@ class _Cache:
                 unreadable.append(error)  # an error of the parts before it comes first
 
         self._progress(name, 0, total)
-        for part in write_parts(missing_parts(), self._how, self._data.workers or _cores()):
+        for part in write_parts(missing_parts(), self._how, self._data.workers or cores()):
             done += part.rows + part.dropped
             self._progress(name, done, total)
         if unreadable:
@@ -327,7 +327,3 @@ def _hash(value: Any) -> str:
 
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

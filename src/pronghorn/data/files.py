@@ -253,15 +253,16 @@ def _json_error(error: Exception, path: Path, line: int) -> DataError:
 
 def _texts(path: Path) -> Values:
     start, piece = 1, list[str]()
-    lines = _decode(path.read_bytes(), path, 1).split("\n")
+    # Windows' line ends would be trained, and answered with
+    lines = _decode(path.read_bytes(), path, 1).replace("\r\n", "\n").split("\n")
     for number, line in enumerate([*lines, SEPARATOR], 1):
-        if line.rstrip("\r") != SEPARATOR:
+        if line != SEPARATOR:
             piece.append(line)
             continue
         if "".join(piece).strip():
             if all(_is_object(line) for line in piece if line.strip()):
                 raise DataError(f"{path} line {start}: a JSON object, not text", "rename the file: .jsonl")
-            yield start, {"text": "\n".join(piece).removesuffix("\r")}  # of the line's end before the separator
+            yield start, {"text": "\n".join(piece)}
         start, piece = number + 1, []
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from pronghorn.config import Format
 from pronghorn.data.media import REMEDY, TEXT_ONLY, media_in
 from pronghorn.data.messages import (
     in_order,
@@ -43,6 +42,7 @@ from pronghorn.data.rows import (
     where,
 )
 from pronghorn.errors import DataError
+from pronghorn.recipe_sections import Format
 
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name: needed keys, optional keys
     "messages": (("messages",), ("tools", "functions")),
@@ -65,6 +65,8 @@ COMPLETIONS = ("answer", "response", "output", "completion", "solution", "assist
 """Columns that are asked, and that answer, in sets of no known format."""
 TEXTS = ("text", "content", "body", "document", "story")
 """Columns that are trained whole in sets of no known format."""
+BESIDE = {"input": ("input", "context"), "system": ("system", "system_prompt", "system_message")}
+"""Columns that belong to a question, by Alpaca's keys."""
 
 ACCEPTED = (
     '{"messages": [...]}, {"prompt": ..., "completion": ...}, {"text": ...} or another of the formats of data.format'
@@ -217,10 +219,12 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
         elif "label" in extra and isinstance(value["label"], bool):
             remedy += "; of KTO's rows keep those whose label is true, or use TRL's KTOTrainer (pronghorn docs "
             remedy += "preference-training)"
+        elif near[0] in ("alpaca", "prompt_completion") and (likely := likely_columns(value)):
+            remedy = f"set {_columns(value, likely)}" if {*extra} & {*beside(value, likely).values()} else remedy
         raise DataError(f"{at}: keys {keys(extra)} beside {keys(FORMATS[near[0]][0])}", remedy)
     remedy = f"write each row as {ACCEPTED}, or name the columns in data.columns"
     if likely := likely_columns(value):
-        remedy = f"set data.columns: {{{', '.join(f'{name}: {_quoted(key)}' for name, key in likely.items())}}}"
+        remedy = f"set {_columns(value, likely)}"
     for key, turns in value.items():
         first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
         if ours := {"role": "messages", "from": "conversations"}.get(next(iter(first.keys() & {"role", "from"}), "")):
@@ -238,6 +242,35 @@ def likely_columns(row: Mapping[str, Any]) -> dict[str, str] | None:
         return {"prompt": keys_of[prompt], "completion": keys_of[answer]}
     text = next((name for name in TEXTS if name in keys_of), None)
     return {"text": keys_of[text]} if text and len(row.keys() - PROVENANCE) == 1 else None
+
+
+def beside(row: Mapping[str, Any], columns: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the row's keys that belong to a question and are not among its `likely_columns`: Alpaca's to the row's."""
+    if not columns or "prompt" not in columns:
+        return {}
+    left = {key.lower().strip(): key for key in row if key not in columns.values()}
+    found = {ours: next((left[name] for name in names if name in left), None) for ours, names in BESIDE.items()}
+    return {ours: key for ours, key in found.items() if key is not None}
+
+
+def columns_to_write(row: Mapping[str, Any], likely: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return data.columns for rows whose `likely_columns` are these, and the keys that nothing reads then.
+
+    A question with its context or a system message is a row of Alpaca's, so that both are trained behind.
+    """
+    more = beside(row, likely)
+    # rows may lack what Alpaca's may lack, unless it is named
+    named = {ours: key for ours, key in more.items() if ours != key}
+    columns = {"instruction": likely["prompt"], "output": likely["completion"], **named} if more else dict(likely)
+    read = {*likely.values(), *more.values()}
+    return columns, [key for key in row if key not in read | PROVENANCE]
+
+
+def _columns(row: Mapping[str, Any], likely: Mapping[str, str]) -> str:
+    """Return the line of a recipe that names the columns, and what is left out by it."""
+    columns, unread = columns_to_write(row, likely)
+    written = ", ".join(f"{name}: {_quoted(key)}" for name, key in columns.items())
+    return f"data.columns: {{{written}}}" + (f", which leaves {keys(unread)} out" if unread else "")
 
 
 def _quoted(key: str) -> str:

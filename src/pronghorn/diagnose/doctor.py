@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from huggingface_hub.constants import HF_HOME
 
-from pronghorn.device import Device, has_triton, probe
+from pronghorn.device import Device, has_triton, installed, probe
 from pronghorn.environment import variables
 
 if TYPE_CHECKING:
@@ -109,14 +109,6 @@ def diagnose() -> list[Finding]:
 def healthy(findings: list[Finding]) -> bool:
     """Return whether nothing needed is missing."""
     return all(finding.status != "missing" for finding in findings)
-
-
-def installed(package: str) -> str | None:
-    """Return the installed version, found without importing the package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def package_finding(package: Package, version: str | None) -> Finding:

@@ -7,15 +7,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.text import Text
 
 from pronghorn.diagnose.profile_trace import Cause
 from pronghorn.diagnose.tables import Table
-from pronghorn.errors import DataError
-from pronghorn.state import read_json
 from pronghorn.train.page import write_page, write_text
+from pronghorn.train.record import read_table
 
 SCHEMA = "pronghorn-profile-v1"
 PHASES = "what the trainer does"
@@ -138,13 +136,7 @@ def read_profile(path: Path) -> Profile:
     Raises:
         DataError: no file, no JSON, another schema, or damaged.
     """
-    table = read_json(path, SCHEMA, "give a file that this version's pronghorn profile --json wrote")
-    try:
-        return TypeAdapter(Profile).validate_python(table)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise DataError(f"{path} is damaged: {place}: {first['msg']}", "profile again") from error
+    return read_table(path, SCHEMA, Profile, "give a file that this version's pronghorn profile --json wrote")
 
 
 LEAST = 0.02

@@ -66,7 +66,7 @@ _GEMMA3_ROPE = {
 
 
 def _gemma4(pattern: int, window: int, **more: Any) -> dict[str, Any]:
-    """Fields of a Gemma 4: every so many layers one has no window, wider heads and part of them rotated."""
+    """Return the fields of a Gemma 4: every so many layers one has no window, wider heads and part of them rotated."""
     full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
     rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     layers = more.pop("layers")
@@ -91,7 +91,7 @@ _GEMMA4_26B_A4B = _gemma4(6, 1024, layers=30, num_global_key_value_heads=2, **_G
 
 
 def _qwen35(layers: int, value_heads: int, **more: Any) -> dict[str, Any]:
-    """Fields of a Qwen3.5: of four layers three have gated delta nets."""
+    """Return the fields of a Qwen3.5: of four layers three have gated delta nets."""
     linear = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
     heads = {"linear_num_key_heads": 16, "linear_num_value_heads": value_heads}
     types = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)]

@@ -32,6 +32,7 @@ from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import count_tokens
 from pronghorn.models.experts import refusal
 from pronghorn.models.families import base_causal_lm
+from pronghorn.models.passes import after_forward
 from pronghorn.models.probe import Isolation, long_lengths, probe
 from pronghorn.parity.distance import Distance
 from pronghorn.parity.own_code import own_code
@@ -79,7 +80,7 @@ class Passes:
 
 
 def compared_positions(documents: list[Document]) -> list[list[int]]:
-    """The positions of each document whose logits are compared: supervised ones, and first tokens."""
+    """Return the positions of each document whose logits are compared: supervised ones, and first tokens."""
     supervised = [
         (number, t)
         for number, document in enumerate(documents)
@@ -136,7 +137,7 @@ class Run:
     def references(
         self, wide: torch.dtype, say: Callable[[str], None], quantised: bool = True
     ) -> tuple[Passes, Passes]:
-        """The plain pass and the exact one; the latter in `wide`, without autocast.
+        """Run the plain pass and the exact one; the latter in `wide`, without autocast.
 
         Args:
             quantised: in 8 bits what the attached model multiplies so.
@@ -151,11 +152,11 @@ class Run:
             return plain, self._documents()
 
     def fp8_products(self, model: Any) -> list[list[nn.Module]]:
-        """The linears of each product that the attached model computes in 8 bits."""
+        """Return the linears of each product that the attached model computes in 8 bits."""
         return self._of_layers(model, FusedLayers.fp8_products)
 
     def fp8_experts(self, model: Any) -> list[nn.Module]:
-        """The experts whose weights the attached model multiplies in 8 bits."""
+        """Return the experts whose weights the attached model multiplies in 8 bits."""
         return [each for each in self._of_layers(model, FusedLayers.fp8_experts) if refusal(each) is None]
 
     def _of_layers(self, model: Any, listed: Callable[[FusedLayers, torch.dtype], list[Any]]) -> list[Any]:
@@ -174,7 +175,7 @@ class Run:
             yield
 
     def product_distances(self) -> list[Distance]:
-        """Each product in 8 bits, forward and input gradient, of random rows through the attached model; by name."""
+        """Judge each product in 8 bits of the attached model, forward and input gradient, by random rows; by name."""
         names = {
             module: name.removesuffix(".base_layer") for name, module in base_causal_lm(self.model).named_modules()
         }
@@ -221,19 +222,16 @@ class Run:
             signs = 2 * torch.rand(embedded.shape, generator=draw, device=embedded.device) - 1
             return (embedded.double() * (1 + signs * torch.finfo(embedded.dtype).eps)).to(embedded.dtype)
 
-        hook = base_causal_lm(self.model).get_input_embeddings().register_forward_hook(round_again)
-        try:
+        with after_forward([base_causal_lm(self.model).get_input_embeddings()], round_again):
             return self._documents().gradients
-        finally:
-            hook.remove()
 
     def paths(self) -> list[PathTaken]:
-        """Which way the parts of the attached model's step went, and why."""
+        """Tell which way the parts of the attached model's step went, and why."""
         handle = attached(self.model)
         return [] if handle is None else handle.paths(self.subject.autocast)
 
     def ours(self) -> Passes:
-        """The accumulated batch: every row's loss over the labels of all rows, as the trainer does."""
+        """Run the accumulated batch: every row's loss over the labels of all rows, as the trainer does."""
         total = 0.0
         items = torch.tensor(self.subject.n_labels, device=self.device)
         with count_tokens(self.model) as routed:
@@ -263,7 +261,7 @@ class Run:
 
     @torch.no_grad()
     def own_loss(self) -> float:
-        """The rows' own mean losses, weighed by their labels."""
+        """Return the rows' own mean losses, weighed by their labels."""
         total = 0.0
         for row, batch in zip(self.subject.rows, self._batches(), strict=True):
             labels = sum(document.supervised for document in row)
@@ -272,7 +270,7 @@ class Run:
         return total / self.subject.n_labels
 
     def packed_logits(self) -> Tensor:
-        """[R, V], the compared logits out of the packed rows."""
+        """Return the compared logits [R, V] of the packed rows."""
         logits, number = [], 0
         for row in self.subject.rows:
             logits.append(self._logits(row, self.positions[number : number + len(row)]))
@@ -280,7 +278,7 @@ class Run:
         return torch.cat(logits)
 
     def alone_logits(self) -> tuple[list[int], Tensor]:
-        """Those of some documents, each alone in its row; with the indices of the rows of `packed_logits`."""
+        """Return the logits of some documents, each alone in its row, and their rows in `packed_logits`."""
         documents = self.subject.documents
         starts = [0, *running_sum(map(len, self.positions))]
         some = [n for n in range(len(documents)) if self.positions[n]]
@@ -315,7 +313,7 @@ class Run:
 
     @torch.no_grad()
     def shift(self) -> int | None:
-        """By how many tokens labels are shifted, as the loss of one document tells; None where no shift explains it."""
+        """Tell by how many tokens labels are shifted, by the loss of one document; None where no shift explains it."""
         document = min((d for d in self.subject.documents if d.supervised > 1), key=len, default=None)
         if document is None:
             return None

@@ -92,7 +92,7 @@ def subject_of(
     pad = 0
 
     def build() -> Any:
-        """Its plan is made here, as training's: when nothing else is on the card, and for training's rows."""
+        """Build it, and make its plan as training does: when nothing else is on the card, for training's rows."""
         nonlocal plan, pad
         model, handle = load(recipe, found, tokenizer, quiet)
         check_ids("data.train", documents, tokenizer, model)
@@ -109,9 +109,6 @@ def subject_of(
         handle.detach()
         return model
 
-    def attach_as_trained(model: Any) -> object:
-        return attach(model, plan, **attach_options(recipe))
-
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Pad rows to what the plan has room for; only the probe of a window is longer."""
         length = max(tokens, sum(len(row["input_ids"]) for row in rows))
@@ -125,7 +122,7 @@ def subject_of(
     return Subject(
         name=recipe.model.name,
         build=build,
-        attach=attach_as_trained,
+        attach=lambda model: attach(model, plan, **attach_options(recipe)),  # the plan that `build` made
         collate=collate,
         reload=reload,
         rows=rows,
@@ -136,7 +133,7 @@ def subject_of(
 
 
 def rows_of(documents: Iterable[Mapping[str, Any]], tokens: int) -> list[list[Document]]:
-    """Two rows of whole or cut documents: up to `tokens`, and up to half as many.
+    """Make two rows of whole or cut documents: up to `tokens`, and up to half as many.
 
     Raises:
         ConfigError: `tokens` leave no room for a document.

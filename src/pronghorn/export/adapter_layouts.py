@@ -19,7 +19,7 @@ from torch import Tensor
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.families.spec import Experts
-from pronghorn.models.adapter_files import WEIGHTS
+from pronghorn.models.adapter_files import WEIGHTS, changes_base
 from pronghorn.models.attach import plain_class
 from pronghorn.models.experts import low_rank_factors, wrappers
 from pronghorn.models.families import base_causal_lm, check_config
@@ -47,12 +47,32 @@ def write_served_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path
         raise ConfigError("the model has no adapter", "export it merged")
     check_served(model)
     with whole_folder(target) as writing:
-        model.save_pretrained(writing)
+        name = active_adapter(model)
+        model.save_pretrained(writing, selected_adapters=[name])
+        for file in list((writing / name).glob("*")) if name != "default" else ():  # where PEFT puts others
+            file.rename(writing / file.name)
+        if name != "default":
+            (writing / name).rmdir()
         if (experts := _expert_adapters(model)) and _kind(model).served is not None:
             _rewrite(model, experts, writing)
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
     return target
+
+
+def active_adapter(model: Any) -> str:
+    """Return the name of the one active adapter.
+
+    Raises:
+        UnsupportedError: several are active at once, or none.
+    """
+    active = list(model.active_adapters)
+    if len(active) != 1:
+        named = ", ".join(active) or "none"
+        raise UnsupportedError(
+            f"one adapter is written, and active are: {named}", "choose one: model.set_adapter(NAME)"
+        )
+    return active[0]
 
 
 def check_served(model: Any) -> None:
@@ -61,7 +81,7 @@ def check_served(model: Any) -> None:
     Raises:
         UnsupportedError: names it, and says to merge.
     """
-    config = model.active_peft_config
+    config = model.peft_config[active_adapter(model)]
     for field, served, why in (
         ("peft_type", "LORA", "they read LoRA alone"),
         ("modules_to_save", None, "they refuse modules that were trained whole"),
@@ -76,6 +96,11 @@ def check_served(model: Any) -> None:
         value = getattr(config, field, served)
         if value and value != served:
             raise UnsupportedError(f"vLLM and SGLang can't serve the adapter's {field} ({value}): {why}", MERGE)
+    if changes_base(config):
+        what = f"init_lora_weights ({config.init_lora_weights})"
+        raise UnsupportedError(
+            f"vLLM and SGLang can't serve the adapter's {what}: its beginning isn't taken out of their base", MERGE
+        )
     expected = {*wrappers(model)}
     for name, module in model.named_modules():
         if hasattr(module, "parameter_name") and hasattr(module, "lora_A") and module not in expected:
@@ -108,6 +133,7 @@ def _expert_adapters(model: Any) -> dict[str, dict[str, Any]]:
 def _rewrite(model: Any, experts: dict[str, dict[str, Any]], folder: Path) -> None:
     """Write the experts' adapters anew, and say so in the adapter's configuration."""
     from safetensors.torch import load_file, save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
     kind = _kind(model)
     prefixes = tuple(f"{_PREFIX}{path}." for path in experts)
@@ -115,7 +141,7 @@ def _rewrite(model: Any, experts: dict[str, dict[str, Any]], folder: Path) -> No
     plain = _bare_model(base_causal_lm(model)) if kind.served == "each" else None
     targets: dict[str, None] = {}
     for path, by_parameter in experts.items():
-        gate_up, down = (_factors(by_parameter, name, model.active_adapter) for name in (kind.gate_up, kind.down))
+        gate_up, down = (_factors(by_parameter, name, active_adapter(model)) for name in (kind.gate_up, kind.down))
         for side, pair in enumerate(zip(gate_up, down, strict=True)):
             part = ("lora_A", "lora_B")[side]
             if plain is None:
@@ -124,12 +150,13 @@ def _rewrite(model: Any, experts: dict[str, dict[str, Any]], folder: Path) -> No
                 continue
             first = pair[0] if side else torch.cat([pair[0]] * 2, dim=1)  # gate and up have one A
             named = {f"{path}.{kind.gate_up}": first, f"{path}.{kind.down}": pair[1]}
-            for name, tensor in _as_in_files(plain, named).items():
+            # split and renamed as transformers does when it saves the weight of that name
+            for name, tensor in revert_weight_conversion(plain, named).items():
                 module = name.removesuffix(".weight")
                 targets.setdefault(module.rpartition(".")[2])
                 tensors[f"{_PREFIX}{module}.{part}.weight"] = tensor.clone()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-    config = copy.deepcopy(model.active_peft_config)
+    config = copy.deepcopy(model.peft_config[active_adapter(model)])
     config.inference_mode = True
     if plain is not None:
         config.target_parameters = None
@@ -154,13 +181,6 @@ def _factors(by_parameter: dict[str, Any], name: str, adapter: str) -> tuple[Ten
 def _flat(tensor: Tensor, side: int) -> Tensor:
     """Return A [E, r, in] or B [E, out, r] as PEFT saves it: [E·r, in], [out, r·E]."""
     return tensor.permute(1, 2, 0).flatten(1) if side else tensor.flatten(0, 1)
-
-
-def _as_in_files(plain: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Split and rename what has a weight's name as transformers does when it saves the weight."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(plain, named))
 
 
 def _bare_model(base: Any) -> Any:

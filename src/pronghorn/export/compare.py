@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pronghorn.data.template import clip
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.export.compare_answers import ANSWER_TOKENS, ANSWERS, Answers, first_difference
 from pronghorn.export.comparison import LIMITS, Cause, Check, Comparison, Limits, Name
@@ -157,12 +158,8 @@ def _why_tokens_differ(reference: Reference, name: str, expected: list[int], ser
         return Cause.TOKENIZER.value.format(name)
     start = max(first_difference(ours, theirs) - 10, 0)
     return Cause.TEMPLATE.value.format(
-        f"{name} is {_clipped(theirs[start:])} from character {start} on, in training {_clipped(ours[start:])}"
+        f"{name} is {clip(theirs[start:])} from character {start} on, in training {clip(ours[start:])}"
     )
-
-
-def _clipped(text: str) -> str:
-    return repr(text[:40] + ("…" if len(text) > 40 else ""))
 
 
 @dataclass(frozen=True)

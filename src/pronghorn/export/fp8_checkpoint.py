@@ -73,7 +73,7 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
     head = model.get_output_embeddings()
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
     tied = tied_names(model)
-    expected = {name: each for name, each in model.named_parameters() if name not in tied}
+    expected = {name: each.to("meta") for name, each in model.state_dict().items() if name not in tied}
     tensors = load(checkpoint(path), rename=lambda name: None if name in tied else name, expected=expected)
     with whole_folder(target) as writing:
         for file in path.iterdir():

@@ -32,7 +32,7 @@ from pronghorn.families.spec import FamilySpec
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.gguf import name_table
-from pronghorn.models.gguf_tokenizer import byte_level_names, splits_alike
+from pronghorn.models.gguf_tokenizer import byte_level_names, space_before, splits_alike
 from pronghorn.precision.loader import StoredTensor, checkpoint
 
 _AT_ONCE = 2**25
@@ -123,7 +123,7 @@ def written_family(config: Any) -> FamilySpec:
     family = check_config(config)
     if family.gguf is None:
         raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
-    unlike = family.gguf.unlike(config)
+    unlike = family.gguf.lacks(config)
     if unlike is not None:
         raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF: llama.cpp hasn't it", SERVE)
     return family
@@ -223,11 +223,17 @@ def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
     if (source / "generation_config.json").is_file():
         own = GenerationConfig.from_pretrained(source).eos_token_id
     stops = [tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])]
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    template = _template_of(tokenizer)
     vocabulary = tokenizer.get_vocab()
     ends = [end for end in _ENDS_OF_TURNS if end in template and end not in form.goes_on]
     stops += [vocabulary[end] for end in ends if end in vocabulary]
     return [stop for stop in dict.fromkeys(stops) if stop is not None]
+
+
+def _template_of(tokenizer: Any) -> str:
+    """Return the chat template that conversations without tools are rendered by, empty without one."""
+    own = tokenizer.chat_template
+    return (own.get("default") if isinstance(own, dict) else own) or ""
 
 
 def read_tokenizer(tokenizer: Any) -> dict[str, Any]:
@@ -261,7 +267,7 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, st
     for index in tokenizer.convert_tokens_to_ids([token for token in form.shown if token in tokens]):
         types[index] = TokenType.USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    prefix = pieces and "Prepend" in json.dumps(backend["normalizer"])
+    prefix = pieces and space_before(tokenizer, backend)
     merged = form.merged_pieces if pieces and not prefix else None
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     if merged and not begins:
@@ -289,23 +295,36 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, st
         (tokenizer.unk_token_id, writer.add_unk_token_id),
         (tokenizer.pad_token_id, writer.add_pad_token_id),
     ):
-        if index is not None:
+        if index is not None and index < len(tokens):
             add(index)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    own = tokenizer.chat_template
+    if own:  # several have names
+        named = own if isinstance(own, str) else [{"name": name, "template": text} for name, text in own.items()]
+        writer.add_chat_template(named)
 
 
 def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: bool) -> tuple[list[str], list[int]]:
-    """Return every token with its kind, in the order of ids; places that no token has are filled."""
+    """Return every token with its kind, in the order of ids; places that no token has are filled. Added tokens beyond
+    the model's embeddings are left out: no answer holds them (Gemma 3 1B has one, of images).
+
+    Raises:
+        UnsupportedError: other tokens are beyond the embeddings.
+    """
     from gguf import TokenType
 
+    added_tokens = {index: added for index, added in tokenizer.added_tokens_decoder.items() if index < size}
+    beyond = {index for index in vocabulary.values() if index >= size} - tokenizer.added_tokens_decoder.keys()
+    if beyond:
+        raise UnsupportedError(f"a tokenizer of {max(beyond) + 1:,} tokens, and the model embeds {size:,}", SERVE)
     tokens = [f"[PAD{index}]" for index in range(size)]
     types = [int(TokenType.UNUSED)] * size
     for token, index in vocabulary.items():
+        if index >= size:
+            continue
         tokens[index] = token
         is_byte = pieces and len(token) == 6 and token.startswith("<0x")
         types[index] = TokenType.BYTE if is_byte else TokenType.NORMAL
-    for index, added in tokenizer.added_tokens_decoder.items():
+    for index, added in added_tokens.items():
         # llama.cpp looks for Gemma's runs of spaces in the text, before spaces are replaced; the longest comes first
         is_run = pieces and added.content == "▁" * len(added.content)
         tokens[index] = " " * len(added.content) if is_run else added.content
@@ -357,7 +376,7 @@ def _write_tensors(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for (_, stored, made), kind in zip(tensors(), kinds, strict=True):
+    for (name, stored, made), kind in zip(tensors(), kinds, strict=True):
         count = stored.shape[0] if stored.shape else 1
         # what is changed is changed as a whole: heads are
         whole = replace(made, name="") != Part()
@@ -366,6 +385,8 @@ def _write_tensors(
         for start in range(0, count, at_once):
             part = (stored if isinstance(stored, Tensor) else stored.rows(start, min(start + at_once, count))).float()
             part = changed(made, part) if whole else part
+            if kind == GGMLQuantizationType.F16 and not (part.abs() <= np.finfo(np.float16).max).all():
+                raise UnsupportedError(f"{name} holds numbers beyond float16's", "use bf16, f32 or q8_0")
             packed = kind == GGMLQuantizationType.MXFP4
             parts.append(pack_mxfp4(part).numpy() if packed else quantize(part.numpy(), kind))
         writer.write_tensor_data(np.concatenate(parts) if len(parts) > 1 else parts[0])

@@ -14,11 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.export.adapter_layouts import active_adapter
 from pronghorn.export.gguf import gguf_package, written_family
 from pronghorn.export.gguf_tensors import changed, parts_of
 from pronghorn.families.gguf_spec import Part
 from pronghorn.families.spec import FamilySpec, GatedMLP
 from pronghorn.layers.linears import adapter_of
+from pronghorn.models.adapter_files import changes_base
 from pronghorn.models.experts import low_rank_factors, wrappers
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.gguf import name_table
@@ -48,8 +50,10 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
     gguf = gguf_package()
     if not hasattr(model, "active_peft_config"):
         raise ConfigError("the model has no adapter", "export it merged")
-    _check(model.active_peft_config)
-    base, file, alpha = base_causal_lm(model), Path(file), float(model.active_peft_config.lora_alpha)
+    name = active_adapter(model)
+    config = model.peft_config[name]
+    _check(config)
+    base, file, alpha = base_causal_lm(model), Path(file), float(config.lora_alpha)
     family = written_family(base.config)
     assert family.gguf is not None
     writer = gguf.GGUFWriter(str(file), family.gguf.architecture)
@@ -58,16 +62,17 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     table = name_table(family.gguf.architecture, base.config.num_hidden_layers)
     experts = {*wrappers(model)}
-    for name, own_a, own_b in _experts(base, model.active_adapter, family, experts):
-        named = table.get_name(name)
+    for path, own_a, own_b in _experts(base, name, family, experts):
+        named = table.get_name(path)
         if named is None:
-            raise UnsupportedError(f"the adapter of {name} can't be written as GGUF", INSTEAD)
+            raise UnsupportedError(f"the adapter of {path} can't be written as GGUF", INSTEAD)
         writer.add_tensor(f"{named}.weight.lora_a", own_a.contiguous().numpy())
         writer.add_tensor(f"{named}.weight.lora_b", (own_b / alpha).contiguous().numpy())
     for path, module in base.named_modules():
-        if not hasattr(module, "lora_A") or module in experts:
+        of_embeddings = name in getattr(module, "lora_embedding_A", ())
+        if module in experts or not (of_embeddings or name in getattr(module, "lora_A", ())):
             continue
-        adapter = adapter_of(module)
+        adapter = None if of_embeddings else adapter_of(module)
         if adapter is None:
             raise UnsupportedError(f"the adapter of {path} can't be written as GGUF", INSTEAD)
         b: Tensor = adapter.b.detach().float().cpu() * (adapter.scale * len(adapter.a) / alpha)
@@ -89,7 +94,7 @@ def _experts(
     form, kind = family.gguf, family.experts
     assert form is not None
     for path, module in base.named_modules():
-        if module not in wanted:
+        if module not in wanted or adapter not in module.lora_A:
             continue
         experts = path.removesuffix(".base_layer")
         a, b = (factor.detach().float().cpu() for factor in low_rank_factors(module, adapter))
@@ -111,6 +116,9 @@ def _check(config: Any) -> None:
         raise UnsupportedError(f"llama.cpp applies LoRA alone, not {kind}", INSTEAD)
     if config.bias != "none":
         raise UnsupportedError(f"llama.cpp doesn't read trained biases (bias: {config.bias})", INSTEAD)
+    if changes_base(config):
+        what = f"doesn't take an adapter's beginning out of the base (init_lora_weights: {config.init_lora_weights})"
+        raise UnsupportedError(f"llama.cpp {what}", INSTEAD)
     for field, what in _NOT_READ:
         if getattr(config, field, None):
             raise UnsupportedError(f"llama.cpp doesn't read {what} in an adapter ({field})", INSTEAD)

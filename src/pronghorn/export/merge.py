@@ -29,6 +29,7 @@ from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models.attach import plain_class
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
+from pronghorn.models.passes import in_evaluation
 from pronghorn.models.skeleton import tied_names
 from pronghorn.parity.distance import MERGED_LOGITS, relative_error
 from pronghorn.precision.loader import StoredTensor, load
@@ -333,16 +334,12 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
     base = base_causal_lm(model)
     tokens = torch.arange(32, device=base.device)[None] * 7 % base.config.vocab_size
     tokens[0, -4:] = base.config.vocab_size - 1 - torch.arange(4, device=base.device)  # where new tokens are
-    was_training = model.training
-    model.eval()
-    try:
+    with in_evaluation(model):
         adapted = model(input_ids=tokens).logits.float()
         plain = None
         if hasattr(model, "disable_adapter"):
             with model.disable_adapter():
                 plain = model(input_ids=tokens).logits.float()
-    finally:
-        model.train(was_training)
     if not adapted.isfinite().all():
         raise TrainingError(
             "the adapted model's own logits hold NaN or infinity, before anything is merged",
@@ -352,7 +349,8 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
     composite = composite_of(base)
     loader = AutoModelForCausalLM if composite is None else type(composite.whole)
     options = {"trust_remote_code": False} if composite is None else {}
-    limit = MERGED_LOGITS[dtype].limit(0.0)  # a forgotten adapter that was trained at all is far beyond it
+    # a forgotten adapter that was trained at all is far beyond it; the adapted model's own products are in its dtype
+    limit = max(MERGED_LOGITS[each].limit(0.0) for each in {dtype, base.dtype} & MERGED_LOGITS.keys())
     # Products in 16 bits are off by as much as rounded weights: where both are too much, a float32 model's is computed
     # again in float32, which takes twice the memory.
     for computed in dict.fromkeys((dtype, torch.promote_types(dtype, base.dtype))):

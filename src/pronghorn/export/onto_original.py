@@ -56,13 +56,13 @@ def adapter_on_original(adapter: Path, trained: Any) -> Any:
         ConfigError: nothing was quantised, or whole weights were trained.
         UnsupportedError: the checkpoint itself is quantised, so that nobody knows its original.
     """
-    if not has_quantised_base(trained):
-        raise ConfigError("--onto original of a run whose base was not quantised", "leave it out")
     found = find_model(adapter, max_seq_length=1)
     if found.is_quantised:
         raise UnsupportedError(
             "--onto original of a checkpoint that is quantised itself: its original isn't known", "leave it out"
         )
+    if not has_quantised_base(trained):
+        raise ConfigError("--onto original of a run whose base was not quantised", "leave it out")
     base = base_causal_lm(trained)
     dtype = base.get_input_embeddings().weight.dtype
     size = sum(math.prod(tensor.shape) for tensor in merged_tensors(base, dtype)) * dtype.itemsize

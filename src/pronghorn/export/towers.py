@@ -16,7 +16,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.merge import write_model
 from pronghorn.export.original import composite_of
 from pronghorn.models.adapter_files import CONFIG, WEIGHTS
-from pronghorn.models.composite import Composite
+from pronghorn.models.composite import Composite, by_pattern
 from pronghorn.models.families import base_causal_lm
 
 _PEFT = "base_model.model."
@@ -42,6 +42,9 @@ def _save_adapter(model: Any, composite: Composite, save_directory: str | Path, 
     from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import load_file, save_file
 
+    if not options.get("safe_serialization", True):
+        what = "save_pretrained of a model with towers writes safetensors alone"
+        raise UnsupportedError(what, "leave out safe_serialization=False")
     if options.get("save_embedding_layers", "auto") == "auto":  # PEFT would look for the vocabulary in the wrong place
         base = base_causal_lm(model)
         resized = base.config.vocab_size != composite.text_config().vocab_size
@@ -59,6 +62,9 @@ def _save_adapter(model: Any, composite: Composite, save_directory: str | Path, 
         save_file(named, folder / WEIGHTS, {"format": "pt"})
         table = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         table["target_modules"] = _targets(model, composite, config.target_modules)
+        for field, kind in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+            if getattr(config, field, None):
+                table[field] = _patterns(model, composite, name, field, kind)
         (folder / CONFIG).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -80,6 +86,24 @@ def _targets(model: Any, composite: Composite, targets: Any) -> Any:
         if {name for name in everything if _is_target(choice, name)} == wanted:
             return choice
     return sorted(inside | wanted)
+
+
+def _patterns(model: Any, composite: Composite, adapter: str, field: str, kind: str) -> dict[str, Any]:
+    """Return what gives each adapter its rank or alpha in the whole model and in the causal LM: the patterns themselves
+    if they do, or else all names in both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    config = model.peft_config[adapter]
+    patterns, default = dict(sorted(getattr(config, field).items())), getattr(config, kind)  # sorted, as in files
+    numbers: dict[str, Any] = {}
+    for path, module in base_causal_lm(model).named_modules():
+        own = getattr(module, kind, {}) if isinstance(module, BaseTunerLayer) else {}
+        if adapter in own:
+            name = ".".join([path.replace(".base_layer", ""), *filter(None, [getattr(module, "parameter_name", None)])])
+            numbers |= dict.fromkeys((name, composite.outside(name)), own[adapter])
+    if all(by_pattern(patterns, name, default) == number for name, number in numbers.items()):
+        return patterns
+    return {name: number for name, number in numbers.items() if number != default}
 
 
 def _is_target(targets: Any, name: str) -> bool:

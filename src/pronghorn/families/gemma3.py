@@ -49,6 +49,7 @@ GEMMA3 = FamilySpec(
         "gemma3",
         values=_windows,
         unlike=_other_layers,
+        activation="gelu_pytorch_tanh",
         rope=lambda config: config.rope_parameters["full_attention"],
     ),
 )

@@ -137,10 +137,6 @@ def _gguf_unlike(config: Any) -> str | None:
         return "shared keys and values of other layers than a last one with a window and then one without"
     if _per_layer(config) and own != config.vocab_size:
         return f"{own} tokens with inputs of each layer, of {config.vocab_size},"
-    if config.attention_bias:
-        return "biases in attention"
-    if config.hidden_activation != "gelu_pytorch_tanh":
-        return f"the activation {config.hidden_activation}"
     return "another RoPE than Gemma 4's" if scaled else None
 
 
@@ -175,6 +171,7 @@ GEMMA4 = FamilySpec(
         "gemma4",
         values=_gguf_values,
         unlike=_gguf_unlike,
+        activation="gelu_pytorch_tanh",
         rope=_full_rope,
         parts=_gguf_parts,
         merged_pieces="gemma4",

@@ -10,6 +10,9 @@ Rows = Callable[[Any], Any]
 """Takes of some of a checkpoint's rows (slices of the first dimension) those of another tensor."""
 
 
+_BIASES = {"attention_bias": "attention", "attention_out_bias": "attention's output", "mlp_bias": "MLPs"}
+
+
 def all_rows(rows: Any) -> Any:
     """Take a tensor as it is."""
     return rows
@@ -48,7 +51,7 @@ class Gguf:
     values: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     """Reads from the configuration what the file must say, by the names of gguf.GGUFWriter's methods without `add_`."""
     unlike: Callable[[Any], str | None] = lambda config: None
-    """Says what a configuration has that llama.cpp's model of the architecture hasn't, or None."""
+    """Says what else a configuration has that llama.cpp's model hasn't, or None."""
     rope: Callable[[Any], Mapping[str, Any]] = lambda config: config.rope_parameters
     """Reads the RoPE parameters of layers without a window."""
     split: Callable[[str, Any], Mapping[str, Rows]] = lambda name, config: {name: all_rows}
@@ -63,6 +66,31 @@ class Gguf:
     """Special tokens that llama.cpp must show in an answer, as it reads thoughts and calls of tools by them."""
     goes_on: tuple[str, ...] = ()
     """Tokens that end a part of an answer, and not the answer, where other families' end it."""
+    activation: str = "silu"
+    """Of MLPs and experts; no file says it."""
+    biases: tuple[str, ...] = ()
+    """The configuration's fields of biases that it reads."""
+    head_sizes: bool = True
+    """Whether heads may be of another size than hidden_size / num_attention_heads."""
+    llama3_rope: bool = False
+    """Whether it reads the tensor of RoPE's factors."""
+
+    def lacks(self, config: Any) -> str | None:
+        """Say what a configuration has that llama.cpp's model of the architecture hasn't, or None."""
+        activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", self.activation)
+        if activation != self.activation and (activation, self.activation) != ("swish", "silu"):
+            return f"the activation {activation}"
+        for field, where in _BIASES.items():
+            if getattr(config, field, False) and field not in self.biases:
+                return f"biases in {where}"
+        if not self.head_sizes:
+            narrow = config.hidden_size // config.num_attention_heads
+            size = getattr(config, "head_dim", None) or narrow
+            if size != narrow:
+                return f"heads of {size} and not hidden_size / num_attention_heads,"
+        if self.rope(config).get("rope_type") == "llama3" and not self.llama3_rope:
+            return "RoPE scaling 'llama3'"
+        return self.unlike(config)
 
 
 def of_experts(config: Any, count: str = "num_experts", width: str | None = "moe_intermediate_size") -> dict[str, int]:

@@ -33,7 +33,7 @@ def _values(config: Any) -> Mapping[str, Any]:
 
 
 def _split(name: str, config: Any) -> Mapping[str, Rows]:
-    """Layers beyond the model's own predict further tokens; transformers doesn't load them."""
+    """Leave out layers beyond the model's own, which predict further tokens: transformers doesn't load them."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None and int(layer[1]) >= config.num_hidden_layers:
         return {}
@@ -47,5 +47,5 @@ GLM4_MOE = FamilySpec(
     blocks=_blocks,
     partial_rotary=True,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf("glm4moe", values=_values, split=_split),
+    gguf=Gguf("glm4moe", values=_values, split=_split, biases=("attention_bias",)),
 )

@@ -27,7 +27,7 @@ def _unlike(config: Any) -> str | None:
 
 
 def _split(name: str, config: Any) -> Mapping[str, Rows]:
-    """Experts' matrices lie transposed, with gates and ups in turns."""
+    """Turn experts' matrices, which lie transposed, and take gates and ups, in turns there, apart."""
     path, _, leaf = name.rpartition(".")
     gate, up, down = (f"{path}.{part}_proj" for part in ("gate", "up", "down"))
     if leaf == "gate_up_proj":
@@ -48,5 +48,7 @@ GPT_OSS = FamilySpec(
     load_attention="eager",
     halved_rotary=True,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf("gpt-oss", values=_values, unlike=_unlike, split=_split, goes_on=("<|end|>",)),
+    gguf=Gguf(
+        "gpt-oss", values=_values, unlike=_unlike, split=_split, goes_on=("<|end|>",), biases=("attention_bias",)
+    ),
 )

@@ -29,5 +29,7 @@ GRANITE = FamilySpec(
     source="transformers.models.granite",
     blocks=_blocks,
     logit_scale=lambda config: 1 / config.logits_scaling,
-    gguf=Gguf("granite", interleaved=True, values=granite_scales),
+    gguf=Gguf(
+        "granite", interleaved=True, values=granite_scales, biases=("attention_bias", "mlp_bias"), llama3_rope=True
+    ),
 )

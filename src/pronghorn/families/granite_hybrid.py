@@ -49,5 +49,5 @@ GRANITE_HYBRID = FamilySpec(
     serves=_serves,
     blocks=_blocks,
     logit_scale=lambda config: 1 / config.logits_scaling,
-    gguf=Gguf("granite", interleaved=True, values=_values, parts=_parts),
+    gguf=Gguf("granite", interleaved=True, values=_values, parts=_parts, biases=("attention_bias",), llama3_rope=True),
 )

@@ -8,5 +8,5 @@ LLAMA = FamilySpec(
     members="Llama 2 and 3, CodeLlama, SmolLM",
     source="transformers.models.llama",
     blocks=same_blocks(*llama_blocks(Attention())),
-    gguf=Gguf("llama", interleaved=True),
+    gguf=Gguf("llama", interleaved=True, biases=("attention_bias", "mlp_bias"), llama3_rope=True),
 )

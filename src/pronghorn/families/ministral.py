@@ -8,5 +8,5 @@ MINISTRAL = FamilySpec(
     members="Ministral 8B (2410)",
     source="transformers.models.ministral",
     blocks=same_blocks(*llama_blocks(Attention(window=window_of_module))),
-    gguf=Gguf("llama", interleaved=True),
+    gguf=Gguf("llama", interleaved=True, biases=("attention_bias",), llama3_rope=True),
 )

@@ -8,5 +8,5 @@ MISTRAL = FamilySpec(
     members="Mistral",
     source="transformers.models.mistral",
     blocks=same_blocks(*llama_blocks(Attention(window=window_of_config))),
-    gguf=Gguf("llama", interleaved=True),
+    gguf=Gguf("llama", interleaved=True, llama3_rope=True),
 )

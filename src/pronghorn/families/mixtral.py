@@ -10,5 +10,10 @@ MIXTRAL = FamilySpec(
     blocks=same_blocks(*llama_blocks(Attention(window=window_of_config), Experts())),
     experts=Experts(served="each"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf("llama", interleaved=True, values=lambda config: of_experts(config, "num_local_experts", width=None)),
+    gguf=Gguf(
+        "llama",
+        interleaved=True,
+        values=lambda config: of_experts(config, "num_local_experts", width=None),
+        llama3_rope=True,
+    ),
 )

@@ -16,13 +16,9 @@ OLMO_BLOCKS = same_blocks(
 """OLMo 2's layers have no windows, some of Olmo 3's have."""
 
 
-def other_heads(config: Any) -> str | None:
-    """Say in what a configuration's heads are not those of llama.cpp's model."""
-    if config.tie_word_embeddings:
-        return "a head that is the embeddings"
-    narrow = config.hidden_size // config.num_attention_heads
-    size = getattr(config, "head_dim", None) or narrow
-    return None if size == narrow else f"heads of {size} and not hidden_size / num_attention_heads,"
+def tied_head(config: Any) -> str | None:
+    """Say so of a configuration whose head llama.cpp would look for."""
+    return "a head that is the embeddings" if config.tie_word_embeddings else None
 
 
 OLMO2 = FamilySpec(
@@ -30,5 +26,5 @@ OLMO2 = FamilySpec(
     members="OLMo 2",
     source="transformers.models.olmo2",
     blocks=OLMO_BLOCKS,
-    gguf=Gguf("olmo2", unlike=other_heads),
+    gguf=Gguf("olmo2", unlike=tied_head, head_sizes=False),
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pronghorn.families.gguf_spec import Gguf
-from pronghorn.families.olmo2 import OLMO_BLOCKS, other_heads
+from pronghorn.families.olmo2 import OLMO_BLOCKS, tied_head
 from pronghorn.families.spec import FamilySpec
 
 
@@ -14,7 +14,7 @@ def _unlike(config: Any) -> str | None:
         return "windows in other layers than three of four"
     if in_windows["rope_type"] != "default" or in_windows["rope_theta"] != rope["rope_theta"]:
         return "another RoPE in windows than the unscaled one"
-    return other_heads(config)
+    return tied_head(config)
 
 
 OLMO3 = FamilySpec(
@@ -26,6 +26,7 @@ OLMO3 = FamilySpec(
         "olmo2",
         values=lambda config: {"sliding_window": config.sliding_window},
         unlike=_unlike,
+        head_sizes=False,
         rope=lambda config: config.rope_parameters["full_attention"],
     ),
 )

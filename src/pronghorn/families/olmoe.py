@@ -24,6 +24,6 @@ OLMOE = FamilySpec(
     ),
     experts=Experts(served="each"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf("olmoe", values=lambda config: of_experts(config, width=None), unlike=_other_weights),
+    gguf=Gguf("olmoe", values=lambda config: of_experts(config, width=None), unlike=_other_weights, head_sizes=False),
     refused_options={"clip_qkv": (None,)},
 )

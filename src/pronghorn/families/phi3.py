@@ -22,6 +22,6 @@ PHI3 = FamilySpec(
         ),
     ),
     partial_rotary=True,
-    gguf=Gguf("phi3"),
+    gguf=Gguf("phi3", head_sizes=False),
     refused_options={"resid_pdrop": (0, None)},
 )

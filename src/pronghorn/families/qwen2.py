@@ -9,5 +9,5 @@ QWEN2 = FamilySpec(
     source="transformers.models.qwen2",
     blocks=same_blocks(*llama_blocks(Attention(window=window_of_module))),
     as_text_of=("qwen2_vl_text", "qwen2_5_vl_text"),
-    gguf=Gguf("qwen2"),
+    gguf=Gguf("qwen2", head_sizes=False),
 )

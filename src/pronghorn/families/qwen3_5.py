@@ -72,8 +72,6 @@ def gguf_unlike(config: Any) -> str | None:
         )
     if list(config.layer_types) != kinds:
         return "full attention in other layers than every so many"
-    if config.attention_bias:
-        return "biases in attention"
     return None if rope == "default" else f"RoPE scaling {rope!r}"
 
 

@@ -8,6 +8,6 @@ SEED_OSS = FamilySpec(
     members="Seed-OSS",
     source="transformers.models.seed_oss",
     blocks=same_blocks(*llama_blocks(Attention())),
-    gguf=Gguf("seed_oss"),
+    gguf=Gguf("seed_oss", biases=("attention_bias",)),
     refused_options={"residual_dropout": (0, None)},
 )

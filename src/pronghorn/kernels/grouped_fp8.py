@@ -154,12 +154,11 @@ def _multiply_codes(
 
 
 def multiply_codes_triton(
-    codes: Tensor, scales: Tensor, weight: Codes, offsets: Tensor, rows: Tensor | None, dtype: torch.dtype, exact: bool,
-    tile: Tile | None = None,
-) -> Tensor:  # fmt: skip
-    """Do what `multiply_codes` does, by its Triton kernel; another tile than `fp8_tile`'s is for measuring."""
+    codes: Tensor, scales: Tensor, weight: Codes, offsets: Tensor, rows: Tensor | None, dtype: torch.dtype, exact: bool
+) -> Tensor:
+    """Do what `multiply_codes` does, by its Triton kernel."""
     experts, columns, depth = weight.codes.shape
-    tile = tile or fp8_tile(columns, depth, codes.device, exact)
+    tile = fp8_tile(columns, depth, codes.device, exact)
     y = torch.empty(len(codes) if rows is None else len(rows), columns, dtype=dtype, device=codes.device)
     grid = (cdiv(len(y), tile.rows) + experts) * cdiv(columns, tile.cols)
     launch(

@@ -193,18 +193,12 @@ def _outer(
 
 
 def multiply_triton(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    rows: Tensor | None,
-    out: Tensor | None,
-    scale: float,
-    tile: Tile | None = None,
+    x: Tensor, weight: Tensor, offsets: Tensor, rows: Tensor | None, out: Tensor | None, scale: float
 ) -> Tensor:
-    """Do what `multiply` does, by the kernels; another tile than `multiply_tile`'s is for measuring."""
+    """Do what `multiply` does, by the kernels."""
     count, columns = len(x) if rows is None else len(rows), weight.shape[2]
     y = x.new_empty(count, columns) if out is None else out
-    multiply_some(x, weight, offsets, rows, y, 0, tile or multiply_tile(x.dtype, columns), scale, out is not None)
+    multiply_some(x, weight, offsets, rows, y, 0, multiply_tile(x.dtype, columns), scale, out is not None)
     return y
 
 
@@ -236,12 +230,11 @@ def outer_triton(
     x_rows: Tensor | None,
     y_rows: Tensor | None,
     scale: float,
-    tile: Tile | None = None,
 ) -> Tensor:
     """Do what `outer` does, by its Triton kernels."""
     (m, n), experts = (x.shape[1], y.shape[1]), len(offsets)
     result = torch.empty(experts, m, n, dtype=dtype, device=x.device)
-    tile = tile or outer_tile(x.dtype, m, n)
+    tile = outer_tile(x.dtype, m, n)
     launch(
         _outer, (cdiv(m, tile.rows) * cdiv(n, tile.cols), experts),
         x, y, result, offsets, offsets if x_rows is None else x_rows, offsets if y_rows is None else y_rows, m, n,

@@ -24,7 +24,7 @@ def refuse_second_derivatives(backward: Callable[..., Any]) -> Callable[..., Any
     def checked(*args: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # autograd enables it for `create_graph` only
             raise UnsupportedError(
-                "second derivatives (create_graph=True) of what Pronghorn computes", "detach the model first"
+                "second derivatives (create_graph=True): Pronghorn's backwards have none", "detach the model first"
             )
         return plain(*args)
 

@@ -166,7 +166,7 @@ class FusedLayers:
                     )
                 if not is_ready_for_fp8(storage, compute):
                     raise UnsupportedError(
-                        f"compute = '{compute}' for layers that processes share for other products",
+                        f"compute = '{compute}', and processes share the layers' weights as another compute needs them",
                         "give share_layers the same compute",
                     )
 

@@ -210,7 +210,7 @@ def merge(parts: list[Tensor], into_new: bool = False) -> Tensor:
     if any(hasattr(part, IN_BUFFER) for part in parts):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise UnsupportedError(
-            f"weights of {shapes}, shared by several processes, have to lie together",
+            f"weights of {shapes} are multiplied as one, and the processes that share them hold them apart",
             "use launch.strategy: copies",
         )
     merged = torch.cat([part.detach() for part in parts])

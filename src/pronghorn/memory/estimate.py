@@ -124,8 +124,9 @@ def stored_bytes(layer: LayerSpec, setup: TrainSetup, parts: bool = True) -> dic
             isn't counted.
     """
     if (layer.experts or layer.delta) and not setup.fused:
-        what = "experts are counted packed and with fused attention" if layer.experts else "gated delta nets are fused"
-        raise UnsupportedError(f"layers with {what} only", "choose memory.gradient_checkpointing yourself")
+        what = "experts without packed rows and fused attention" if layer.experts else "gated delta nets unfused"
+        problem = f"no plan is made: what {what} keep isn't counted"
+        raise UnsupportedError(problem, "choose memory.gradient_checkpointing yourself")
     t, h, b = setup.tokens, layer.hidden, setup.itemsize
     keep = _fused_bytes(layer, setup) if setup.fused else _stock_bytes(layer, setup)
     served = {Policy.KEEP: keep}

@@ -203,7 +203,7 @@ class OffloadEngine:
         """Return a layer's input, on the device, at the start of its backward; ask for the one that is wanted next."""
         if kept.taken:
             raise TrainingError(
-                "a second backward pass through a graph whose activations were offloaded",
+                "a second backward pass through one forward, whose offloaded inputs are gone",
                 "leave retain_graph out, or recompute without offloading (use_gradient_checkpointing=True)",
             )
         kept.taken = True

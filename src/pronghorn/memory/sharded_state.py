@@ -85,6 +85,6 @@ def refuse_sharded(model: Any, what: str) -> None:
     shared = sharded(model)
     if shared is not None:
         raise UnsupportedError(
-            f"{what} of a model whose layers are shared by {shared.processes} processes",
+            f"{what} needs all of the model's weights, and each of {shared.processes} processes has a part of them",
             "save the model by its trainer; `pronghorn export` merges an adapter in one process",
         )

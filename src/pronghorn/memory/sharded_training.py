@@ -52,7 +52,7 @@ class TrainedParts:
         tensors = [place.tensor for unit in units for place in unit.places]
         if any(not t.requires_grad or t.dtype is not torch.float32 for t in tensors):
             raise UnsupportedError(
-                "layers to share whose weights are trained, but not all of them, or not in float32",
+                "processes share trained layers whole and in float32, and here some weights are frozen or in 16 bits",
                 "load the model in float32 with every weight trained, or use launch.strategy: copies",
             )
         self._layers = [unit.layer for unit in units]

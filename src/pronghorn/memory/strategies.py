@@ -90,17 +90,6 @@ class Choice:
     candidates: tuple[Candidate, ...]
     why: str
 
-    @property
-    def strategy(self) -> Strategy:
-        """Return the chosen strategy."""
-        return self.chosen.strategy
-
-    @property
-    def bytes(self) -> dict[str, float]:
-        """Return a rank's bytes by kind, at the peak."""
-        predicted = self.chosen.plan.predicted if self.chosen.plan else {}
-        return {kind: size for kind, size in predicted.items() if kind not in ("peak", "process", "step_ms")}
-
 
 def choose(
     dims: ModelDims,

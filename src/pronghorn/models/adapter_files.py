@@ -13,9 +13,11 @@ from typing import Any
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
 from pronghorn.precision.loader import checkpoint
+from pronghorn.recipe_sections import CHANGES_BASE
 from pronghorn.text import counted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_OUT_OF_BASE = (*CHANGES_BASE, "corda", "loftq", "lora_ga")
 _INNER = r"(\.(token_adapter|modules_to_save|original_module|base_layer))*"
 _LONGEST, _MOST = 1_000, 1_000
 """Characters of a pattern; patterns of a field, and copies of layers."""
@@ -65,6 +67,12 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
     if copies > _MOST:
         raise DataError(f"{path}: layer_replication makes {copies:,} layers, more than {_MOST:,}", "use fewer")
     return table
+
+
+def changes_base(config: Any) -> bool:
+    """Tell whether an adapter's beginning was taken out of the base's weights: it applies to what PEFT left of them
+    alone."""
+    return str(getattr(config, "init_lora_weights", True)).lower().startswith(_OUT_OF_BASE)
 
 
 def check_adapter_weights(folder: Path, table: dict[str, Any]) -> None:

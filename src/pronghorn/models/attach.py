@@ -56,7 +56,7 @@ from pronghorn.models.families import (
 )
 from pronghorn.models.generic import PACKING, GenericPacking, followable, generic_class
 from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
-from pronghorn.models.metadata import LAYERS, share_metadata
+from pronghorn.models.metadata import CAUSAL_LM, LAYERS, share_metadata
 from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
 from pronghorn.models.unpadded import GRAPHS, put_back
@@ -80,7 +80,7 @@ class Handle:
     previous_attention: str
     """The attention implementation that the model had."""
     _hooks: tuple[RemovableHandle, ...]
-    """What hands the batch's metadata to the layers, and padded batches back; none in generic families."""
+    """What hands the batch's metadata to the layers, and padded batches back."""
     plan: Plan | None = None
     installed: Installed | None = None
     """The plan on the layers; None where there is no plan."""
@@ -161,8 +161,8 @@ class Handle:
     def adopt_adapters(self) -> Handle:
         """Take over adapters that PEFT has added since `attach`.
 
-        Those on experts are computed beside these; for others weights are merged with room at the next packed forward.
-        In generic families linears with LoRA train by one function each.
+        Adapters on experts are read from now on. For those on linears the next packed forward merges weights again,
+        with room for them. In generic families each linear with LoRA trains by one function.
         """
         if PACKING in self.model.__dict__ and self.options.fuses_lora(self.model):
             use_one_function(self.model)
@@ -222,14 +222,14 @@ def attach(
     replaces the one before (`Handle.replan`).
 
     Args:
-        model: a transformers causal LM of a family in `models.families`, or a PEFT model around one.
+        model: a causal LM of transformers, or a PEFT model around one. One that no family's file knows runs
+            transformers' own layers: `layers="fused"`, `experimental` and 8-bit `compute` are refused for it.
         plan: what each layer keeps; None leaves the model's gradient checkpointing as it is.
         attention: `auto` lets device, dtype and head size decide; a name asks for that backend or an error.
         layers: `fused` computes norms, attention and MLP by `layers`, `stock` leaves them to transformers and
             PEFT; `auto` is fused on CUDA.
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
-            that launching takes the host as long as computing takes the device. Never where the plan's budget has no
-            memory for them (`Plan.graph`).
+            that it pays (`models.graph_benefit`). Never where the plan's budget has no memory for them (`Plan.graph`).
         compute: in what frozen weights multiply: `dtype`, the model's; `fp8`, input gradients in 8 bits by rows;
             `fp8_both`, the forward, too; `fp8_exact`, both with exact sums.
         codes: how `fp8` has the codes of weights in 16 bits: `kept`, a byte a weight more, or `written` out for each
@@ -238,7 +238,8 @@ def attach(
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
-        UnsupportedError: no causal LM, a family that is not supported, or a plan that these layers can't follow.
+        UnsupportedError: no causal LM, a configuration that packed attention can't serve, or a plan that these layers
+            can't follow.
         ConfigError: unknown options, a plan for another number of layers, or a model whose forward an earlier trainer
             wrapped.
     """
@@ -288,6 +289,7 @@ def attach(
         backbone.register_forward_hook(put_back, with_kwargs=True, prepend=True),  # before anybody sees them
     )
     base.__class__ = packed_class(previous_class)
+    backbone.__dict__[CAUSAL_LM] = base
     fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None
     if fused_layers is not None:
         fused_layers.use_written_codes(options.writes_codes(plan))
@@ -309,7 +311,9 @@ def _attach_generic(base: Any, options: AttachOptions) -> Handle:
     base.__class__ = generic_class(previous)
     isolate_convolutions(base)
     setattr(base, PACKING, packing)
-    handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, ())
+    backbones = () if base.base_model is base else (base.base_model,)
+    hooks = tuple(each.register_forward_pre_hook(packing.tell, with_kwargs=True) for each in backbones)
+    handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, hooks)
     base._pronghorn_handle = handle
     return handle.adopt_adapters()
 

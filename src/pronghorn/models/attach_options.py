@@ -94,11 +94,11 @@ class AttachOptions:
             asked, remedy = "codes_written = True of a plan", "leave codes_written out"
         if self.compute is not Compute.FP8:
             raise UnsupportedError(
-                f"{asked} for compute = '{self.compute}': it is for 'fp8'", f"{remedy}, or use compute = 'fp8'"
+                f"{asked} needs compute = 'fp8', and compute is '{self.compute}'", f"{remedy}, or use compute = 'fp8'"
             )
         if layers is None or not chooses_codes(layers):
             raise UnsupportedError(
-                f"{asked} for weights that are packed or shared by processes: it is for 16 bits in one process", remedy
+                f"{asked} needs weights in 16 bits that one process has whole, and these are packed or shared", remedy
             )
 
     def fuses(self, model: Any) -> bool:

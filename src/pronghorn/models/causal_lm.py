@@ -20,7 +20,7 @@ from pronghorn.layers.subclass import subclass
 from pronghorn.models import experts
 from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import packed_lm_loss
-from pronghorn.models.metadata import LOSS_ROWS_ONLY, MIXES, mixing_adapter
+from pronghorn.models.metadata import LOSS_ROWS_ONLY
 from pronghorn.models.unpadded import LABELS
 
 PACKS = "_pronghorn_packs"
@@ -157,8 +157,6 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
     ) -> Any:
         refuse_media("the batch", kwargs)
         given = {"packed": packed, "labels": labels, "num_items_in_batch": num_items_in_batch}
-        if (mixes := mixing_adapter(self)) is not None:
-            kwargs[MIXES] = mixes
         # Triton launches on the current device, which need not be the model's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             supervised = packed is not None and packed.loss_rows is not None and labels is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
+from pronghorn.models.packed_formats import ALSO_NAMED, FORMATS
+from pronghorn.models.passes import short
 from pronghorn.precision.loader import StoredTensor
 
 _REMEDY = "use a checkpoint of the language model alone"
@@ -83,7 +85,13 @@ class Composite:
         stored = getattr(self.config, "quantization_config", None)
         if stored is not None:
             stored = stored if isinstance(stored, dict) else stored.to_dict()
-            text.quantization_config = _renamed(stored, (self.outer, self._outer_in_files()), self.inner)
+            packed = stored.get("quant_method") in list(FORMATS)
+            outer = (self.outer, self._outer_in_files())
+            text.quantization_config = (
+                {**stored, ALSO_NAMED: [_own_start(self.inner, each) for each in outer]}
+                if packed
+                else _renamed(stored, outer, self.inner)
+            )
         text._name_or_path = self.config._name_or_path
         return text
 
@@ -130,6 +138,31 @@ class Composite:
         """Return the patterns, and what replaces them, by which PEFT reads an adapter of the whole model."""
         return {f"^{re.escape(self.outer)}": self.inner}
 
+    def adapt(self, config: Any, base: Any) -> None:
+        """Make the configuration of an adapter of the whole model, which PEFT alone may have trained, name the causal
+        LM's modules, too: `language_model.*q_proj` finds none, and a rank or alpha by a full name would be passed over.
+        """
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        if not hasattr(config, "target_modules"):
+            return
+        names = [name for name, _ in base.named_modules() if name]
+        places = {name: self.outside(name) for name in names}
+        inside = {name for name in names if check_target_module_exists(config, name)}
+        outside = {name for name in names if check_target_module_exists(config, places[name])}
+        if outside - inside:
+            config.target_modules = inside | outside
+            config.exclude_modules = None
+            if hasattr(config, "layers_to_transform"):
+                config.layers_to_transform = config.layers_pattern = None
+        places |= {name: self.outside(name) for name, _ in base.named_parameters()}
+        for field in ("rank_pattern", "alpha_pattern"):
+            patterns = getattr(config, field, None) or {}
+            wanted = {name: by_pattern(patterns, place, None) for name, place in places.items()}
+            own = {n: v for n, v in wanted.items() if v is not None and v != by_pattern(patterns, n, None)}
+            if own:
+                setattr(config, field, {**own, **patterns})  # PEFT takes the first that matches
+
     def _outer_in_files(self) -> str:
         """Return what the language model's names begin with in files that transformers writes."""
         from transformers.core_model_loading import revert_weight_conversion
@@ -137,6 +170,18 @@ class Composite:
         name = next(name for name in self.names if name.startswith(self.outer) and name.endswith("norm.weight"))
         (key,) = revert_weight_conversion(self.whole, {name: self.names[name]})
         return key.removesuffix(name.removeprefix(self.outer))
+
+
+def by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return what the first of an adapter's patterns that matches a module's name gives, as PEFT looks for it."""
+    from peft.utils.other import get_pattern_key
+
+    return patterns.get(get_pattern_key(tuple(patterns), name), default)
+
+
+def _own_start(inner: str, outer: str) -> tuple[str, str]:
+    """Return how names begin in the causal LM and in the whole: the head's, too, where the whole has the LM's names."""
+    return ("", outer.removesuffix(inner)) if f".{outer}".endswith(f".{inner}") else (inner, outer)
 
 
 def _renamed(value: Any, outer: tuple[str, ...], inner: str) -> Any:
@@ -177,9 +222,8 @@ def _on_meta(name: Any, config: Any) -> tuple[Any, Any]:
         with torch.device("meta"):
             return kind._from_config(config), kinds[type(text)]._from_config(text)
     except Exception as error:  # a package that isn't there, or whatever a class raises on a configuration
-        why = " ".join(str(error).split())[:200]
         raise UnsupportedError(
-            f"{name}: {architecture} can't be made here ({type(error).__name__}: {why})",
+            f"{name}: {architecture} can't be made here ({type(error).__name__}: {short(error)})",
             f"install what it needs, or {_REMEDY}",
         ) from error
 

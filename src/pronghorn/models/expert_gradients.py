@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.models.experts import expert_modules
+from pronghorn.models.passes import after_forward
 
 
 @dataclass
@@ -74,9 +75,5 @@ def count_tokens(model: nn.Module) -> Iterator[RoutedTokens]:
         if out.requires_grad:
             out.register_hook(count)
 
-    hooks = [module.register_forward_hook(watch, with_kwargs=True) for module in expert_modules(model)]
-    try:
+    with after_forward(expert_modules(model), watch, with_kwargs=True):
         yield routed
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.batch import PackedBatch
+from pronghorn.data.media import refuse_media
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.errors import UnsupportedError
 from pronghorn.families.generic import CHOSEN, COMPUTED, TOLD, limits_to_cross
 from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 PACKING = "_pronghorn_packing"
 """The attribute of an attached causal LM that holds its `GenericPacking`."""
-_VISION = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw")
 
 
 class Way(StrEnum):
@@ -62,6 +61,8 @@ class GenericPacking:
     """What the probe found; None before the first packed batch."""
     crossed: int = 0
     """Tokens of the probe's longest document."""
+    running: bool = False
+    """Whether the causal LM's forward is running, which tells its backbone where documents begin."""
 
     @property
     def ways(self) -> list[Way]:
@@ -83,6 +84,43 @@ class GenericPacking:
         wanted = self.implementation if bounds else self.previous
         if self.model.config._attn_implementation != wanted:
             set_attention(self.model, wanted)
+
+    def tell(
+        self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Tell a backbone that is called past its causal LM, as TRL's fused head does: a forward pre-hook of it."""
+        if self.running:
+            return None
+        names, any_keyword = _signature(type(backbone).forward)
+        given = kwargs | dict(zip(names, args, strict=False))
+        packed = given.pop("packed", None) or stock_batch(given, _tokens(given))
+        if packed is None:
+            return None
+        given = self.pack(packed, given)
+        return (), given if any_keyword else {name: value for name, value in given.items() if name in names}
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Leave the backbone alone while the block runs."""
+        before, self.running = self.running, True
+        try:
+            yield
+        finally:
+            self.running = before
+
+    def pack(self, packed: PackedBatch, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the keywords of a packed batch's forward, after a proof that its documents stay apart.
+
+        Raises:
+            UnsupportedError: they don't.
+        """
+        check_mixing(mixing_adapter(self.model), packed)
+        check_rope(self.model, packed)
+        if self.way is None and _documents(packed) > 1:  # the first packed batch; a probe sets the way itself
+            from pronghorn.models.probe import require_isolation
+
+            require_isolation(self.model)
+        return self.arguments(packed, {**given, "use_cache": False})
 
     def arguments(self, packed: PackedBatch, given: dict[str, Any]) -> dict[str, Any]:
         """Return the keywords of a packed batch's forward: what was given, and the documents' bounds."""
@@ -148,20 +186,12 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs, **{k: v for k, v in given.items() if v is not None})
         names, any_keyword = _signature(original.forward)
         kwargs |= dict(zip(names, args, strict=False))
-        refuse_vision(kwargs)
-        if packed is None:
-            ids = kwargs.get("input_ids")
-            packed = stock_batch(kwargs, ids if ids is not None else kwargs.get("inputs_embeds"))
+        refuse_media("the batch", (name for name, value in kwargs.items() if value is not None))
+        packed = stock_batch(kwargs, _tokens(kwargs)) if packed is None else packed
         packing: GenericPacking = self.__dict__[PACKING]
         rows = None
         if packed is not None:
-            check_mixing(mixing_adapter(self), packed)
-            check_rope(self, packed)
-            if packing.way is None and _documents(packed) > 1:  # the first packed batch; a probe sets the way itself
-                from pronghorn.models.probe import require_isolation
-
-                require_isolation(self)
-            kwargs = packing.arguments(packed, {**kwargs, "use_cache": False})
+            kwargs = packing.pack(packed, kwargs)
             rows = packed.loss_rows if labels is not None and "logits_to_keep" in names else None
         warn_of_attentions(self.config, kwargs)
         balanced = settle_balance(self.config, kwargs)
@@ -173,7 +203,7 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
         if not any_keyword:
             kwargs = {name: value for name, value in kwargs.items() if name in names}
         # Triton launches on the current device, which need not be the model's.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with packing.told(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if own or labels is None:
                 return original.forward(self, **kwargs)
             return_dict = kwargs.pop("return_dict", None)
@@ -216,15 +246,10 @@ def logits_loss(logits: Tensor, labels: Tensor, rows: Tensor | None, num_items: 
     return torch.stack(parts).sum() / count.clamp(min=1)
 
 
-def refuse_vision(kwargs: dict[str, Any]) -> None:
-    """Refuse a batch with pictures, films or sound.
-
-    Raises:
-        UnsupportedError: names the argument.
-    """
-    given = next((name for name in _VISION if kwargs.get(name) is not None), None)
-    if given is not None:
-        raise UnsupportedError(f"the batch has {given}: text only for now", "train on text, without pictures or sound")
+def _tokens(given: dict[str, Any]) -> Any:
+    """Return the tokens of a forward's keywords, ids or embeddings."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
 
 
 def _documents(packed: PackedBatch) -> int:

@@ -165,6 +165,9 @@ def _config(header: GgufHeader) -> Any:
     head_dim = header.of_model("attention.key_length")
     if head_dim is not None:
         config.head_dim = int(head_dim)
+    for field, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
+        if hasattr(config, field) and tensor in header.tensors:  # the metadata doesn't say it
+            setattr(config, field, True)
     if header.architecture == "gemma3":  # the scale isn't in the file: llama.cpp knows the 27B model by its layers
         wide = header.of_model("block_count") == 62
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if wide else config.head_dim

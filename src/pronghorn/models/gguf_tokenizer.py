@@ -7,6 +7,9 @@ kind is refused: a tokenizer that cuts words differently from the one a model wa
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +95,12 @@ def load_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
                 f"{beside} gives {special[f'{role}_token']!r} another id than {path.name} ({index})",
                 "put the tokenizer.json of this very model there",
             )
-    template = metadata.get("tokenizer.chat_template")
+    template, more = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_templates")
     if template is not None:
         tokenizer.chat_template = template
+    if more:  # for calls of tools, for instance
+        named = {name: metadata[f"tokenizer.chat_template.{name}"] for name in more}
+        tokenizer.chat_template = named if template is None else {"default": template, **named}
     architecture = metadata.get("general.architecture")
     tokenizer.model_max_length = int(metadata.get(f"{architecture}.context_length") or tokenizer.model_max_length)
     return tokenizer
@@ -123,6 +129,34 @@ def splits_alike(tokenizer: Tokenizer, name: str) -> bool:
         )
 
     return all(split(tokenizer, text) == split(known, text) for text in _SAMPLES)
+
+
+def space_before(tokenizer: Any, told: dict[str, Any]) -> bool:
+    """Tell whether llama.cpp is to put a space before text: it does so at the beginning and after each special token.
+
+    Tokenizers that do so at the beginning alone (Metaspace's `first`: Llama 2's, Mistral's) are served where their
+    conversations are right: with the space unless these begin with a special token. A warning says where tokens differ.
+
+    Args:
+        told: its tokenizer.json.
+    """
+    from jinja2 import TemplateError
+
+    scheme = re.search(r'"prepend_scheme": "(\w+)"', json.dumps(told["pre_tokenizer"]))
+    if scheme is None or scheme[1] != "first":
+        return "Prepend" in json.dumps(told["normalizer"]) or (scheme is not None and scheme[1] == "always")
+    text = ""
+    if tokenizer.chat_template:
+        try:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        except (TemplateError, ValueError):  # of a template that asks for more
+            text = tokenizer.bos_token or ""
+    space = not text.startswith(tuple(tokenizer.all_special_tokens))
+    where = (
+        "and llama.cpp after each special token, too" if space else "and llama.cpp never: plain text is other tokens"
+    )
+    logging.getLogger(__name__).warning("the tokenizer puts a space before text at its beginning alone, %s", where)
+    return space
 
 
 def _rebuild(path: Path, metadata: dict[str, Any]) -> Tokenizer:

@@ -5,7 +5,7 @@ autograd it is one function, so accumulation, loss scaling, clipping and the tra
 and loss run as usual. In the manner of `torch.cuda.make_graphed_callables`.
 
 One graph serves every batch of the same tokens and number of documents, rounded up to a power of two: their bounds are
-data on the device. Others run without: evaluation, recomputation, autocast, quantised weights, long documents.
+data on the device. Others run without: evaluation, recomputation, autocast, long documents.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
@@ -21,7 +20,7 @@ from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.models.one_by_one import LOADED_BY, load_one_by_one
 from pronghorn.models.packed_checkpoint import beside_config, format_of, load_packed
 from pronghorn.models.share import SharedLoading
-from pronghorn.models.weights import bitsandbytes_config, check_quantised, prepare_4bit, whole_model
+from pronghorn.models.weights import bitsandbytes_config, check_quantised, prepare_4bit, whole_model, with_dtype
 from pronghorn.precision.loader import check_weights, json_value, model_beneath
 from pronghorn.text import counted
 
@@ -182,6 +181,8 @@ class FoundModel:
             )
         if quantization is not None:
             model.__dict__[LOADED_BY] = reason
+        elif self.is_quantised:
+            with_dtype(model, dtype)
         return prepare_4bit(model, device)
 
 
@@ -198,10 +199,12 @@ def _with_adapter(base: Any, folder: str | Path) -> Any:
     except (TypeError, ValueError) as error:
         raise DataError(f"{folder}: its {CONFIG} can't be used ({error})", "save the adapter again") from error
     check_whole_modules(base, getattr(config, "modules_to_save", None) or ())
+    if (composite := getattr(base, "composite", None)) is not None:
+        composite.adapt(config, base)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys")
-            model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True)
+            model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True, config=config)
     except UserWarning as error:
         raise DataError(f"{folder} lacks weights of its adapter ({error})", "copy or save the adapter again") from error
     except RuntimeError as error:
@@ -389,10 +392,3 @@ def _check_gguf(path: Path, load_in_4bit: bool) -> None:
             f"load_in_4bit with {path.name}: a GGUF file is unpacked to dense weights",
             "save it once with save_pretrained and load that folder with load_in_4bit=True",
         )
-
-
-def trainable_parameters(model: nn.Module) -> dict[str, float]:
-    """Count how much of the model is trained: `tensors`, `parameters`, and their `share` of all parameters."""
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    everything = sum(p.numel() for p in model.parameters())
-    return {"tensors": len(trained), "parameters": sum(trained), "share": sum(trained) / max(everything, 1)}

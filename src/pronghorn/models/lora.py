@@ -13,6 +13,7 @@ import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families.spec import GatedMLP
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.linears import is_4bit
 from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
@@ -90,11 +91,13 @@ def add_lora(
                     f"{name} {key!r}: {value!r} is no module's name with a {what}", f"write e.g. {name}={{NAME: 32}}"
                 )
     if not 0 < lora_alpha < float("inf"):
-        raise ConfigError(f"lora_alpha = {lora_alpha} is no number above 0", "adapters' scale is lora_alpha / r")
+        raise ConfigError(
+            f"lora_alpha = {lora_alpha} is no number above 0", "write e.g. lora_alpha=16: the scale is lora_alpha / r"
+        )
     if isinstance(modules_to_save, str):
         modules_to_save = [modules_to_save]
     if not 0 <= lora_dropout < 1:
-        raise ConfigError(f"lora_dropout = {lora_dropout} is no share below 1", "0 is fastest, 0.05 is common")
+        raise ConfigError(f"lora_dropout = {lora_dropout} is no share below 1", "write 0, the fastest, or e.g. 0.05")
     if bias not in ("none", "all", "lora_only"):
         raise ConfigError(f"bias = {bias!r} is unknown", "use 'none', 'all' or 'lora_only'")
     if hasattr(model, "peft_config"):
@@ -120,7 +123,9 @@ def add_lora(
     if listed and (module := next((t for t in targets for n in _named(t, names) if not _adaptable(model, n)), None)):
         raise ConfigError(f"target module {module!r} is no linear", f"use some of {', '.join(own)}")
     _check_target_parameters(model, target_parameters or (), lora_dropout)
-    _check_patterns({**(rank_pattern or {}), **(alpha_pattern or {})}, names)
+    leaves = [name for name, module in model.named_modules() if not [*module.children()]]
+    for pattern in (rank_pattern, alpha_pattern):
+        _check_patterns(pattern or {}, [*leaves, *weight_names(model)])
     if high := next(((name, rank) for name, rank in (rank_pattern or {}).items() if rank > most), None):
         raise ConfigError(
             f"rank_pattern {high[0]!r} gives {high[1]}, above {most}, the most for this model",
@@ -231,7 +236,7 @@ def check_model(model: Any, where: str) -> None:
 
 def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
     """Refuse names in `modules_to_save` that the model lacks, that hold its decoder layers (PEFT would copy them), or
-    whose weights are in 4 bits.
+    whose weights are in few bits.
 
     Raises:
         ConfigError: names the module.
@@ -249,11 +254,13 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
                 f"modules_to_save {module!r} holds the model's layers",
                 f"name modules beside or inside layers, e.g. {head}; full_finetuning=True trains every weight",
             )
-        if any(is_4bit(inner) for name in found for inner in model.get_submodule(name).modules()):
-            raise ConfigError(
-                f"modules_to_save {module!r} is in 4 bits, which can't be trained",
-                "name it in target_modules instead, or load the model in 16 bits (load_in_4bit=False)",
-            )
+        for inner in (inner for name in found for inner in model.get_submodule(name).modules()):
+            packed = any(isinstance(each, PackedTensor) for each in inner.parameters(recurse=False))
+            if packed or is_4bit(inner):
+                raise ConfigError(
+                    f"modules_to_save {module!r} is in {'few' if packed else '4'} bits, which can't be trained",
+                    "name it in target_modules instead, or load the model in 16 bits (load_in_4bit=False)",
+                )
 
 
 def _check_targets(
@@ -333,7 +340,8 @@ def _check_head_of_rows(base: Any, rows: dict[str, list[int]], tied: bool) -> No
 
 
 def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
-    """Refuse a pattern that matches nothing, which PEFT passes over; it is compared with the ends of names."""
+    """Refuse a pattern that matches nothing, which PEFT passes over, and two of which the order decides: PEFT takes the
+    first, and saves them sorted. They are compared with the ends of names."""
     for pattern, value in patterns.items():
         check_pattern(pattern)
         if not 1 <= value < float("inf") or not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
@@ -341,6 +349,14 @@ def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
             raise ConfigError(
                 f"rank_pattern or alpha_pattern {pattern!r} {what}",
                 "name a module of the model, with a number from 1 on",
+            )
+    for name in names if len(patterns) > 1 else ():
+        found = [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)]
+        if found and patterns[found[0]] != patterns[min(found)]:
+            raise ConfigError(
+                f"rank_pattern or alpha_pattern {found[0]!r} and {min(found)!r} both match {name}, and the saved "
+                "adapter would have the second's number",
+                "write patterns of which a module matches one",
             )
 
 

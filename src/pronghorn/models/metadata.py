@@ -23,8 +23,8 @@ LAYERS = "_pronghorn_layers"
 """The attribute of an attached backbone that holds its `FusedLayers`, where it has some."""
 LOSS_ROWS_ONLY = "pronghorn_loss_rows_only"
 """The keyword that says that nothing but the rows that predict a label is read of the last hidden states."""
-MIXES = "pronghorn_mixes"
-"""The keyword that says by which adapter documents of a row see each other."""
+CAUSAL_LM = "_pronghorn_causal_lm"
+"""The attribute of an attached backbone that holds its causal LM, past which TRL's fused head calls the backbone."""
 CACHES = ("past_key_values", "cache")
 """The keyword of a cache of keys and values: until transformers 5.23, and since."""
 _MIXING = {
@@ -39,7 +39,7 @@ def share_metadata(
     backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give all layers one PackedBatch, and let no mask be built: a forward pre-hook of the backbone."""
-    narrow, mixes = kwargs.pop(LOSS_ROWS_ONLY, False), kwargs.pop(MIXES, None)
+    narrow, mixes = kwargs.pop(LOSS_ROWS_ONLY, False), mixing_adapter(backbone.__dict__[CAUSAL_LM])
     labels = backbone.__dict__.pop(LABELS, None)
     packed = kwargs.get("packed")
     ids = kwargs.get("input_ids", args[0] if args else None)

@@ -99,9 +99,9 @@ class PackedSkeleton:
         """Return a tensor on the meta device for every tensor that a checkpoint must have, by its name there."""
         tied = tied_names(self.model)
         plain = {
-            name: parameter
-            for name, parameter in self.model.named_parameters()
-            if not isinstance(parameter, PackedTensor) and name not in tied
+            name: tensor.to("meta")  # buffers that are stored lie on the CPU
+            for name, tensor in self.model.state_dict().items()
+            if not isinstance(tensor, PackedTensor) and name not in tied
         }
         return plain | {
             part: self.model.get_parameter(name).parts[number] for part, (name, number) in self.parts.items()
@@ -164,17 +164,25 @@ def language_source(folder: Path, composite: Composite | None) -> Iterable[Store
 
 
 def _shaped(source: Iterable[StoredTensor], expected: Mapping[str, Tensor]) -> Iterator[StoredTensor]:
-    """Give single numbers the shape that is expected: [], [1] and [1, 1] are all published."""
+    """Give single numbers the shape that is expected ([], [1] and [1, 1] are all published), and scales that are stored
+    as powers of two (e8m0) float32."""
     for stored in source:
         target = expected.get(stored.name)
-        if target is None or target.numel() != 1 or any(size != 1 for size in stored.shape):
+        if target is None:
             yield stored
             continue
+        one = target.numel() == 1 and all(size == 1 for size in stored.shape)
+        shape = tuple(target.shape) if one else stored.shape
+        power = stored.dtype is torch.float8_e8m0fnu and target.dtype is torch.float32
 
-        def rows(start: int, stop: int, stored: StoredTensor = stored, shape: Any = target.shape) -> Tensor:
-            return stored.read().reshape(shape)
+        def rows(
+            start: int, stop: int, stored: StoredTensor = stored, shape: Any = shape, power: bool = power
+        ) -> Tensor:
+            tensor = stored.read().reshape(shape)
+            return tensor.float() if power else tensor
 
-        yield replace(stored, shape=tuple(target.shape), rows=rows)
+        dtype = torch.float32 if power else stored.dtype
+        yield replace(stored, shape=shape, dtype=dtype, rows=rows) if one or power else stored
 
 
 def fetched(name: str | Path, hub: dict[str, Any]) -> Path:

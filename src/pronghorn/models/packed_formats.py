@@ -33,8 +33,13 @@ from pronghorn.models.experts import expert_parameters
 Packed = tuple[str, PackedTensor, dict[str, int]]
 """A parameter's name, the tensor (on the meta device) that takes its place, and the number of each part by its name in
 the checkpoint."""
-NOT_READ = (".input_scale", ".input_global_scale", ".activation_scale", ".k_scale", ".v_scale")
+NOT_READ = (
+    ".input_scale", ".input_global_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale",
+)  # fmt: skip
 """Ends of the names of scales that inference has for activations."""
+ALSO_NAMED = "also_named"
+"""An entry that `Composite` adds to a quantization_config: pairs of how modules' names start in the causal LM and in
+the model with towers; patterns may mean either."""
 _REMEDY = "use the 16-bit checkpoint (load_in_4bit makes it smaller)"
 
 
@@ -70,28 +75,51 @@ def _fine_grained(model: Any, stored: dict[str, Any]) -> Iterator[Packed]:
         raise UnsupportedError(f"quantization_config: fmt {stored['fmt']!r} is not e4m3", _REMEDY)
     block = stored.get("weight_block_size")
     left_out = stored.get("modules_to_not_convert") or stored.get("ignored_layers") or ()
-    for name, linear in _linears(model, [*left_out, _head_of(model)]):
+    for name, linear in _linears(model, stored, [*left_out, _head_of(model)], regular=True):
         yield _fp8(name, linear, block or linear.weight.shape, "weight_scale_inv")
 
 
 def _compressed(model: Any, stored: dict[str, Any]) -> Iterator[Packed]:
     """Yield linears of llm-compressor, in groups that have a scheme each."""
-    groups = list((stored.get("config_groups") or {}).values())
+    groups = [group for group in (stored.get("config_groups") or {}).values() if group["weights"] is not None]
     for group in groups:
         _check_scheme(group, stored)
+    _check_transforms(stored)
     if not groups:
-        raise DataError("quantization_config has no config_groups", "download or save the checkpoint again")
-    for name, linear in _linears(model, stored.get("ignore") or ()):
+        raise ValueError("quantization_config has no config_groups")
+    for name, linear in _linears(model, stored, stored.get("ignore") or ()):
+        group = _group_of(_names(name, stored), groups)
+        if group is None:
+            continue
+        if group["weights"]["num_bits"] == 4:
+            yield _nvfp4(name, linear, ("weight_packed", "weight_scale", "weight_global_scale"), divides=True)
+        else:
+            n, k = linear.weight.shape
+            blocks = {"tensor": (n, k), "channel": (1, k), "block": group["weights"].get("block_structure")}
+            yield _fp8(name, linear, blocks[group["weights"]["strategy"]], "weight_scale")
+
+
+def _group_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the group of a linear: one that names it comes before one with a pattern, and that before all linears'."""
+    for fits in (
+        lambda target: target in names,
+        lambda target: target != "Linear" and _is_listed(names, [target]),
+        lambda target: target == "Linear",
+    ):
         for group in groups:
-            if "Linear" in group["targets"] or _is_listed(name, group["targets"]):
-                if group["weights"]["num_bits"] == 4:
-                    parts = ("weight_packed", "weight_scale", "weight_global_scale")
-                    yield _nvfp4(name, linear, parts, divides=True)
-                else:
-                    n, k = linear.weight.shape
-                    blocks = {"tensor": (n, k), "channel": (1, k), "block": group["weights"].get("block_structure")}
-                    yield _fp8(name, linear, blocks[group["weights"]["strategy"]], "weight_scale")
-                break
+            if any(map(fits, group["targets"])):
+                return group
+    return None
+
+
+def _check_transforms(stored: dict[str, Any]) -> None:
+    """Refuse weights that are rotated so that inputs or outputs have to be, too, in every forward."""
+    schemes = (stored.get("transform_config") or {}).get("config_groups") or {}
+    for name, scheme in schemes.items():
+        for apply in scheme["apply"]:
+            if apply["location"] not in ("weight_input", "weight_output"):
+                rotated = f"{apply['location']} of {apply['targets']}: transform {name} of its quantization_config"
+                raise UnsupportedError(f"the checkpoint rotates activations ({rotated})", _REMEDY)
 
 
 def _check_scheme(group: dict[str, Any], stored: dict[str, Any]) -> None:
@@ -113,7 +141,7 @@ def _modelopt(model: Any, stored: dict[str, Any]) -> Iterator[Packed]:
     algorithm, left_out = stored.get("quant_algo"), stored.get("ignore") or stored.get("exclude_modules") or ()
     if algorithm not in ("NVFP4", "FP8"):
         raise UnsupportedError(f"the checkpoint is in ModelOpt's {algorithm}", f"use one in NVFP4 or FP8, or {_REMEDY}")
-    for name, linear in _linears(model, left_out):
+    for name, linear in _linears(model, stored, left_out):
         if algorithm == "NVFP4":
             yield _nvfp4(name, linear, ("weight", "weight_scale", "weight_scale_2"), divides=False)
         else:
@@ -177,18 +205,28 @@ def _nvfp4(name: str, linear: nn.Linear, names: tuple[str, str, str], divides: b
     return f"{name}.weight", packed, {f"{name}.{part}": number for number, part in enumerate(names)}
 
 
-def _linears(model: Any, left_out: Iterable[str]) -> Iterator[tuple[str, nn.Linear]]:
+def _linears(
+    model: Any, stored: dict[str, Any], left_out: Iterable[str], regular: bool = False
+) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linears that are packed, all but those that are left out.
 
+    Args:
+        regular: any pattern may be a regular expression.
     Raises:
         UnsupportedError: the head is among them.
     """
     left_out = list(left_out)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not _is_listed(name, left_out):
+        if isinstance(module, nn.Linear) and not _is_listed(_names(name, stored), left_out, regular):
             if module is model.get_output_embeddings():
                 raise UnsupportedError(f"{name} is packed, which stays in 16 bits here", _REMEDY)
             yield name, module
+
+
+def _names(name: str, stored: dict[str, Any]) -> list[str]:
+    """Return a module's name, and those that it has in a model with towers."""
+    also = [f"{whole}{name.removeprefix(own)}" for own, whole in stored.get(ALSO_NAMED, ()) if name.startswith(own)]
+    return [name, *also]
 
 
 def _head_of(model: Any) -> str:
@@ -196,17 +234,24 @@ def _head_of(model: Any) -> str:
     return next(name for name, module in model.named_modules() if module is head)
 
 
-def _is_listed(name: str, patterns: Iterable[str]) -> bool:
-    """Tell whether a module is one of those, or inside one: names or ends of names, globs, or `re:` expressions."""
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            if re.match(pattern[3:], name):
-                return True
-            continue
-        whole = name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
-        if whole or fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*"):
-            return True
-    return False
+def _is_listed(names: Iterable[str], patterns: Iterable[str], regular: bool = False) -> bool:
+    """Tell whether a module with these names is one of those, or inside one: names or ends of names, globs, or `re:`
+    expressions; if `regular`, expressions without `re:`, too, as transformers reads them."""
+    return any(_fits(name, pattern, regular) for pattern in patterns for name in names)
+
+
+def _fits(name: str, pattern: str, regular: bool) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    whole = name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
+    if whole or fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*"):
+        return True
+    if not regular:
+        return False
+    try:
+        return name.endswith(pattern) or re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name) is not None
+    except re.error:  # a glob
+        return False
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> Tensor:

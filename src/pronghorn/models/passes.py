@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+@contextmanager
+def after_forward(modules: Iterable[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False) -> Iterator[None]:
+    """Call the hook after each module's forward, inside the block."""
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=with_kwargs))
+        yield
 
 
 @contextmanager
@@ -36,13 +45,8 @@ def recorded(base: Any, layers: nn.ModuleList, tokens: int) -> Iterator[list[Ten
         states.append(rows)
         return rows.clone().view(output.shape)
 
-    hooks = [base.get_input_embeddings().register_forward_hook(first)]
-    hooks += [layer.register_forward_hook(passed) for layer in layers]
-    try:
+    with after_forward([base.get_input_embeddings()], first), after_forward(layers, passed):
         yield states
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

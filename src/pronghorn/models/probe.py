@@ -28,6 +28,7 @@ from pronghorn.layers.linears import products_dtype
 from pronghorn.models.families import base_causal_lm, decoder_layers, rope_limit
 from pronghorn.models.generic import PACKING, GenericPacking, Way
 from pronghorn.models.passes import (
+    after_forward,
     as_rows,
     differs,
     in_evaluation,
@@ -290,15 +291,10 @@ def _mixer(base: Any, row: _Row, found: Isolation, ids: tuple[Tensor, Tensor], o
         runs[-1].setdefault(module, (as_rows(given, len(own)), as_rows(output, len(own))))
         names.append(module)
 
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in whole.modules()]
-    try:
+    with after_forward(whole.modules(), note, with_kwargs=True), torch.no_grad():
         for tokens in ids:
             runs.append({})
-            with torch.no_grad():
-                seeded(lambda tokens=tokens: row.call(base, tokens))
-    finally:
-        for hook in hooks:
-            hook.remove()
+            seeded(lambda tokens=tokens: row.call(base, tokens))
     for module in names:  # the innermost come first
         (given, result), (given_then, result_then) = runs[0][module], runs[1].get(module, (None, None))
         pairs = (given, given_then), (result, result_then)

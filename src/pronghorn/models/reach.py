@@ -12,6 +12,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families.generic import expert_counts
 from pronghorn.families.spec import HEAD
 from pronghorn.models.families import check_config, decoder_layers
+from pronghorn.models.passes import after_forward, short
 
 
 def end_names(base: Any) -> tuple[str, str]:
@@ -62,20 +63,16 @@ def _called(base: Any) -> list[nn.Module]:
         if not isinstance(module, nn.Linear) or widths == [module.in_features, module.out_features]:
             called.setdefault(module)
 
-    hooks = [module.register_forward_hook(note) for module in all_linears(base)]
     ids = torch.arange(4, device=base.device)[None]
+    devices = [base.device] if base.device.type == "cuda" else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
+        with after_forward(all_linears(base), note), torch.no_grad(), torch.random.fork_rng(devices=devices):
             base(input_ids=ids, use_cache=False)
     except Exception as error:  # whatever a stranger's forward raises
-        cause = " ".join(str(error).split())[:200]
         raise UnsupportedError(
-            f"the forward of {type(base).__name__} fails ({type(error).__name__}: {cause})",
+            f"the forward of {type(base).__name__} fails ({type(error).__name__}: {short(error)})",
             "name target_modules, or train it with transformers alone",
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     return list(called)
 
 

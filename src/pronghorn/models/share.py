@@ -65,7 +65,8 @@ def _refuse_to_save(folder: Any, **options: Any) -> None:
         UnsupportedError: its files would hold what happens to lie in the buffers.
     """
     raise UnsupportedError(
-        "saving of a model of which each process has a part", "save it by its trainer: trainer.save_model(FOLDER)"
+        "save_pretrained needs all of the model's weights, and each process has a part of them",
+        "save the model by its trainer: trainer.save_model(FOLDER)",
     )
 
 

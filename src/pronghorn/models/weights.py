@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import has_experts
 from pronghorn.models.nf4_experts import config_class
-from pronghorn.models.packed_checkpoint import fetched, format_of, method_of, read_generation_config
+from pronghorn.models.packed_checkpoint import fetched, format_of, method_of, quantisation_of, read_generation_config
 from pronghorn.models.packed_formats import FORMATS, check_experts
 from pronghorn.precision.loader import checkpoint
 from pronghorn.text import counted, does
@@ -104,6 +105,10 @@ def check_quantised(config: Any, load_in_4bit: bool, experts_in_16bit: bool = Fa
         raise DataError(
             "the checkpoint's quantization_config has no quant_method", "download its config.json again, or mend it"
         )
+    if method == "bitsandbytes" and not quantisation_of(config).get("load_in_4bit"):
+        raise UnsupportedError(
+            "the checkpoint is quantised by bitsandbytes to 8 bits", "use one in 4 bits, or the 16-bit checkpoint"
+        )
     if method and method != "bitsandbytes" and form is None:
         served = ", ".join(["bitsandbytes", *(form.name for form in FORMATS.values())])
         raise UnsupportedError(
@@ -129,6 +134,21 @@ def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype, exp
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
+
+
+def with_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """Give a model of a checkpoint in 4 bits the dtype that was asked for, and return it: of its other weights, and of
+    what the 4 bits are written out to and multiplied in. transformers 5 leaves what the checkpoint has."""
+    kept = "|".join(pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype))  # in float32
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
+            parameter.data = parameter.data.to(torch.float32 if kept and re.search(kept, name) else dtype)
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None:
+            state.dtype = module.compute_dtype = dtype
+            module.compute_type_is_set = True
+    return model
 
 
 def keep_packed_4bit_layout(model: nn.Module) -> Any:

@@ -6,10 +6,10 @@ from typing import Any
 
 
 def canonical(name: str) -> str:
-    """A parameter's name without what PEFT and compilation wrap around it: the same for everybody who trains it."""
+    """Return a parameter's name without what PEFT and compilation wrap around it: the same for all."""
     return name.removeprefix("base_model.model.").replace("_orig_mod.", "").replace(".default.", ".")
 
 
 def trainable(model: Any) -> dict[str, Any]:
-    """The trained parameters by canonical name."""
+    """Return the trained parameters by canonical name."""
     return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}

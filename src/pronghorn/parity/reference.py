@@ -47,7 +47,7 @@ class UpcastPart(nn.Module):
             return getattr(super().__getattr__("part"), name)
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The part's own forward."""
+        """Run the part's own forward."""
         return checkpoint(self._run, inputs, *args, use_reentrant=False, **kwargs)
 
     def _run(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +201,7 @@ def accumulate(
 
 
 def kept_gradients(parameters: dict[str, Tensor]) -> list[str]:
-    """The names of the tensors whose gradients are compared: the first layer's of every kind, smallest first, then the
+    """List the tensors whose gradients are compared: the first layer's of every kind, smallest first, then the
     second's, and so on, those that fit into `KEPT_ELEMENTS`; so no kind of weight goes unseen for its size."""
     kinds: Counter[str] = Counter()
     order = {}

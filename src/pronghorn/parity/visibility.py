@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -135,14 +136,8 @@ def visible_positions(
             inside = tuple(t for t in inside if t <= AT + 1)
         visibility.append(Visibility(number, inside, outside))
 
-    hooks = [
-        module.register_forward_hook(partial(look, number, kind), with_kwargs=True)
-        for number, module, kind in token_mixers(model)
-    ]
-    try:
-        with in_evaluation(model):
-            logits_at(model, torch.zeros(1, dtype=torch.int64, device=model.device), **batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, in_evaluation(model):
+        for number, module, kind in token_mixers(model):
+            hooks.enter_context(module.register_forward_hook(partial(look, number, kind), with_kwargs=True))
+        logits_at(model, torch.zeros(1, dtype=torch.int64, device=model.device), **batch)
     return visibility

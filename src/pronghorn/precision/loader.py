@@ -24,8 +24,9 @@ _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that hold plain weights; one may be read where another is expected. Codes of 8 and 4 bits may not."""
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
 }  # fmt: skip
 """safetensors' names."""
 
@@ -224,7 +225,7 @@ def check_weights(folder: Path) -> list[Path]:
 
 
 def json_value(path: Path, key: str) -> Any:
-    """What the JSON file holds under the key."""
+    """Read what the JSON file holds under the key."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

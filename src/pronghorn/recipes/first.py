@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pronghorn.config import Recipe
 from pronghorn.data.files import READERS, read_file
-from pronghorn.data.formats import likely_columns
+from pronghorn.data.formats import columns_to_write, likely_columns
 from pronghorn.device import probe
 from pronghorn.diagnose.inspect import Inspection, inspect
 from pronghorn.diagnose.plan_report import PlanReport, report_plan
@@ -129,10 +129,12 @@ def _name_columns(draft: Draft, path: Path) -> None:
     """Name the columns of rows of a prompt and an answer under other names."""
     row = next(iter(read_file(path)), (0, None))[1]
     if isinstance(row, dict) and not {"messages", "conversations", "text", "chosen"} & row.keys():
-        columns = likely_columns(row)
+        likely = likely_columns(row)
         formats = ({"prompt", "completion"}, {"instruction", "output"}, {"instruction", "context", "response"})
-        if columns and not any(keys <= row.keys() for keys in formats):
-            draft.put("data.columns", columns, "our names, and the file's")
+        if likely and not any(keys <= row.keys() for keys in formats):
+            columns, unread = columns_to_write(row, likely)
+            left_out = f"; not read: {', '.join(unread)}" if unread else ""
+            draft.put("data.columns", columns, f"our names, and the file's{left_out}")
 
 
 def _choose_length(draft: Draft, seen: Inspection, most: int) -> None:

@@ -27,7 +27,7 @@ from pronghorn.models.lora import add_lora, cast_adapters, resolve_adapter_dtype
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
 from pronghorn.models.share import SharedLoading, share_layers
 from pronghorn.precision.compute import Compute
-from pronghorn.recipe_checks import unused
+from pronghorn.recipe_checks import share_of_step, unused
 from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.group import check_backend, check_gpus_apart, check_one_dtype
@@ -141,31 +141,6 @@ def attach_options(recipe: Recipe) -> dict[str, Any]:
         "graph": recipe.packing.graph,
         "compute": recipe.precision.compute,
     }
-
-
-def share_of_step(recipe: Recipe, processes: int) -> tuple[int, int]:
-    """Return the rows of a micro-batch and the micro-batches of a step that each of so many processes computes.
-
-    A step has the same rows whatever the number of processes, so they must be divisible.
-
-    Raises:
-        ConfigError: they aren't, with numbers that are.
-    """
-    rows, rest = divmod(recipe.step_rows, processes)
-    if rest:
-        micro_batch = recipe.packing.rows_per_step
-        more = processes // math.gcd(processes, micro_batch)
-        accumulated = -(-recipe.train.gradient_accumulation_steps // more) * more
-        able = max(n for n in range(1, processes) if recipe.step_rows % n == 0)
-        raise ConfigError(
-            f"a step of {recipe.step_rows} rows (packing.rows_per_step {micro_batch} × "
-            f"train.gradient_accumulation_steps {recipe.train.gradient_accumulation_steps}) can't be shared by "
-            f"{processes} processes",
-            f"set train.gradient_accumulation_steps: {accumulated}; or use {able} GPU{'s' if able > 1 else ''}, as a "
-            "run that was begun keeps its steps",
-        )
-    each = max(n for n in range(1, recipe.packing.rows_per_step + 1) if rows % n == 0)
-    return each, rows // each
 
 
 def of_one_process(recipe: Recipe, processes: int) -> Recipe:

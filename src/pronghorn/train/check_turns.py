@@ -38,6 +38,59 @@ def check_turns(name: str, dataset: Dataset, column: str) -> None:
             )
 
 
+def check_roles(name: str, row: dict[str, Any], tokenizer: Any) -> None:
+    """Refuse what TRL or a template makes no messages of: ShareGPT's keys and its roles, which most templates write as
+    they are (no model knows a turn of "human"), and a text beside messages."""
+    template = str(getattr(tokenizer, "chat_template", None) or "human gpt")
+    lists = [column for column in ("messages", "prompt", "completion") if isinstance(row.get(column), list)]
+    for column in lists:
+        turns = [turn for turn in row[column] if isinstance(turn, dict)]
+        wrong = next(
+            (
+                f"keys {', '.join(turn)}, and TRL reads role and content"
+                for turn in turns
+                if {*turn} >= {"from", "value"}
+            ),
+            "",
+        )
+        roles = [str(turn["role"]) for turn in turns if turn.get("role") in ("human", "gpt")]
+        if roles and roles[0] not in template:
+            wrong = f"the role {roles[0]!r}, which the chat template doesn't know"
+        if wrong:
+            raise DataError(
+                f"{name}: {column} of {wrong}",
+                "call the roles user and assistant: pronghorn.chat_templates.standardize_sharegpt(dataset) does it "
+                "in `messages`",
+            )
+    for text, other, role in (("prompt", "completion", "user"), ("completion", "prompt", "assistant")):
+        if isinstance(row.get(text), str) and other in lists:
+            made = f"{{{text!r}: [{{'role': {role!r}, 'content': row[{text!r}]}}]}}"
+            raise DataError(f"{name}: {text} is a text, and {other} messages", f"dataset.map(lambda row: {made})")
+
+
+def check_calls(name: str, dataset: Dataset, tokenizer: Any) -> None:
+    """Refuse tool calls that the chat template leaves out: empty answers would be trained."""
+    if not getattr(tokenizer, "chat_template", None) or "messages" not in dataset.column_names:
+        return
+    for messages in dataset.select(range(min(len(dataset), 1000)))["messages"]:
+        turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages or () if turn]
+        calls = [call for turn in turns for call in turn.get("tool_calls", ())]
+        names = [(call.get("function") or call).get("name") for call in calls if isinstance(call, dict)]
+        if not names or not isinstance(names[0], str):
+            continue
+        try:
+            written = tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception:  # a template is a program; TRL meets the same error
+            return
+        if names[0] not in written:
+            raise DataError(
+                f"{name}: the chat template leaves the tool call {names[0]!r} out, and empty answers would be trained",
+                "use a model whose template renders tools, or pronghorn.chat_templates.get_chat_template(tokenizer, "
+                '"qwen-2.5")',
+            )
+        return
+
+
 def check_parts(name: str, row: dict[str, Any], tokenizer: Any) -> None:
     """Refuse contents that are lists of parts, where the chat template leaves their text out or writes the list."""
     turns = [turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, dict)]

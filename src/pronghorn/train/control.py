@@ -22,9 +22,9 @@ from transformers import TrainerCallback
 
 from pronghorn.device import processes
 
-HANGUP = getattr(signal, "SIGHUP", None)
+HANGUP = signal.SIGHUP
 """The terminal is gone, or the connection to it."""
-SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, HANGUP)
 SAME_SIGNAL = 1.0
 """Seconds within which a second signal counts as the first: torchrun passes on a Ctrl-C that its processes got too."""
 LOG_SECONDS = 30.0

@@ -10,9 +10,11 @@ from rich.console import Console
 from pronghorn.config import Recipe
 from pronghorn.data.cache import Prepared, documents
 from pronghorn.data.template import find_template
+from pronghorn.errors import ConfigError
 from pronghorn.families.registry import import_plugins
 from pronghorn.models.load import FoundModel, find_model
 from pronghorn.models.new_tokens import add_tokens
+from pronghorn.recipe_sections import CHANGES_BASE
 from pronghorn.text import counted
 from pronghorn.train.progress import RowsProgress
 
@@ -21,9 +23,12 @@ def find(recipe: Recipe, name: str | Path | None = None, weights: bool = True) -
     """Find the recipe's model, or the one called `name` with the recipe's options; nothing is loaded.
 
     Without `weights` the files of the weights needn't exist.
+
+    Raises:
+        ConfigError: the recipe trains or changes weights that the checkpoint has in few bits; others as `find_model`.
     """
     import_plugins(recipe.model.plugins)
-    return find_model(
+    found = find_model(
         name or recipe.model.name,
         max_seq_length=recipe.model.max_seq_length,
         load_in_4bit=recipe.model.load_in_4bit,
@@ -31,6 +36,20 @@ def find(recipe: Recipe, name: str | Path | None = None, weights: bool = True) -
         trust_remote_code=recipe.model.trust_remote_code,
         weights=weights,
     )
+    adapter = recipe.adapter
+    if found.is_quantised and not found.is_adapter:
+        if adapter.method == "full":
+            raise ConfigError(
+                f"adapter.method: full, but {found.name} has its weights in few bits, which can't be trained",
+                "set adapter.method: lora, or use the 16-bit checkpoint",
+            )
+        if str(adapter.init_lora_weights).startswith(CHANGES_BASE):
+            raise ConfigError(
+                f"adapter.init_lora_weights: {adapter.init_lora_weights} changes the base's weights, and {found.name} "
+                "has them in few bits",
+                "leave init_lora_weights out, or use the 16-bit checkpoint",
+            )
+    return found
 
 
 def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:

@@ -11,6 +11,7 @@ from pronghorn.config import Recipe
 from pronghorn.device import processes
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.models.load import default_device, resolve_dtype
+from pronghorn.text import counted
 
 
 def check_backend(count: int) -> None:
@@ -41,7 +42,7 @@ def check_gpus_apart(device: torch.device) -> None:
     if twice:
         there = len(set(everybody))
         raise ConfigError(
-            f"{len(everybody)} processes were started, and they have {there} GPU{'s' if there > 1 else ''}: process "
+            f"{len(everybody)} processes were started, and they have {counted(there, 'GPU')}: process "
             f"{twice[0]} has that of process {everybody.index(everybody[twice[0]])}",
             "start one for each GPU: pronghorn train does, or torchrun --nproc-per-node GPUS",
         )

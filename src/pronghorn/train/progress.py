@@ -12,7 +12,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -111,7 +110,8 @@ def track(iterable: Iterable[T], description: str, total: int | None, console: C
             yield item
             progress.advance(task)
     if not console.is_terminal:
-        console.print(f"{description}: {_done(progress.tasks[0])}", highlight=False)
+        [done] = progress.tasks
+        console.print(f"{description}: {done.completed:,.0f} in {duration(done.elapsed or 0.0)}", highlight=False)
 
 
 class RowsProgress:
@@ -142,11 +142,6 @@ class RowsProgress:
         for source, task in zip(self._tasks, self._bar.tasks, strict=True):
             rows = counted(int(task.completed), "row")
             self.console.print(f"{source}: {rows} tokenised in {duration(task.elapsed or 0.0)}", markup=False)
-
-
-def _done(task: Task) -> str:
-    """Return how much was done in how long."""
-    return f"{task.completed:,.0f} in {duration(task.elapsed or 0.0)}"
 
 
 def duration(seconds: float) -> str:

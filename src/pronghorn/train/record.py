@@ -146,3 +146,10 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def trainable_parameters(model: Any) -> dict[str, float]:
+    """Count how much of the model is trained: `tensors`, `parameters`, and their `share` of all parameters."""
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    everything = sum(p.numel() for p in model.parameters())
+    return {"tensors": len(trained), "parameters": sum(trained), "share": sum(trained) / max(everything, 1)}

@@ -24,7 +24,6 @@ from pronghorn.device import device_name, peak_bytes, processes, versions
 from pronghorn.errors import DataError, PronghornError, RunStopped
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import Handle
-from pronghorn.models.load import trainable_parameters
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
 from pronghorn.recipe_checks import missed
@@ -39,7 +38,7 @@ from pronghorn.train.live import LivePage
 from pronghorn.train.model_card import write_cards
 from pronghorn.train.padding_free import how_batched
 from pronghorn.train.progress import ProgressCallback, track
-from pronghorn.train.record import RunRecord, steps_of_log
+from pronghorn.train.record import RunRecord, steps_of_log, trainable_parameters
 from pronghorn.train.report import write_report
 from pronghorn.train.run_folder import must_have_improved, open_folder
 from pronghorn.train.run_state import RunState, check_data, note_processes, recipe_hash

@@ -19,6 +19,7 @@ from pronghorn.config import Recipe
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
 from pronghorn.recipe_errors import without_removed
+from pronghorn.recipe_sections import ON_LOSS
 from pronghorn.text import counted
 from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.record import read_table, write_table
@@ -105,16 +106,12 @@ def open_run_state(output: Path, recipe: Recipe, allow: bool) -> RunState:
     return state
 
 
-STEPPING = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that change the learning rate that they find: it goes on from the checkpoint's."""
-
-
 def _refuse_unfit_states(
     changes: list[tuple[str, Any, Any]], before: dict[str, Any], recipe: Recipe, output: Path
 ) -> None:
     """Refuse changes with which the states in a checkpoint, if there is one, can't be gone on with (ConfigError)."""
     own = ["train.optimizer"]
-    if {before.get("lr_scheduler"), recipe.train.lr_scheduler} & set(STEPPING):
+    if {before.get("lr_scheduler"), recipe.train.lr_scheduler} & set(ON_LOSS):  # these change the rate that they find
         own += ["train.lr_scheduler", "train.lr_scheduler_kwargs", "train.learning_rate"]
     listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in changes if key in own)
     if listed and checkpoints(output):

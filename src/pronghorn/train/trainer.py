@@ -56,10 +56,11 @@ from pronghorn.train.rates import kept_rates
 
 
 class SFTTrainer(EvaluatingTrainer):
-    """TRL's `SFTTrainer` on the packed path; takes the same arguments (and `tokenizer` for `processing_class`).
+    """Train as TRL's `SFTTrainer` does, by the same arguments (and `tokenizer` for `processing_class`).
 
     The model is attached if it isn't yet. With `args.packing` rows have `args.max_length` tokens (the model's
-    `max_seq_length` if that is None); evaluation is packed as `args.eval_packing` says, like training by default.
+    `max_seq_length` if that is None); without it a micro-batch's documents lie end to end in one row, or padded where
+    something needs that. Evaluation is packed as `args.eval_packing` says, like training by default.
 
     Raises:
         ConfigError: no row length, or one over the model's.

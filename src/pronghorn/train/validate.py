@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from trl import SFTConfig
 
-from pronghorn.data.formats import likely_columns
+from pronghorn.data.formats import beside, likely_columns
 from pronghorn.data.media import parts_of, refuse_media
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
@@ -24,7 +24,7 @@ from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
 from pronghorn.train import prepared_rows
-from pronghorn.train.check_turns import check_parts, check_turns
+from pronghorn.train.check_turns import check_calls, check_parts, check_roles, check_turns
 
 _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
@@ -94,7 +94,9 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                 _check_columns(name, row, args.dataset_text_field, tokenizer)
                 _check_labels(name, dataset, row)
                 check_parts(name, row, tokenizer)
+                check_roles(name, row, tokenizer)
                 _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
+                check_calls(name, dataset, tokenizer)
 
 
 def _check_formatting(formats: Callable[[Any], Any], row: dict[str, Any]) -> None:
@@ -172,12 +174,10 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
                 f"{name} has preference pairs", "train them by TRL's DPOTrainer: pronghorn docs preference-training"
             )
         columns = likely_columns(row)
-        more = next(
-            (key for key in ("input", "context") if columns and key in row.keys() - set(columns.values())), None
-        )
-        if columns and more:
-            both = f"row[{columns['prompt']!r}] + '\\n' + row[{more!r}]"
-            made = f"{{'prompt': {both}, 'completion': row[{columns['completion']!r}]}}"
+        if columns and (more := beside(row, columns)):
+            parts = [key for key in (more.get("system"), columns["prompt"], more.get("input")) if key]
+            prompt = " + '\\n' + ".join(f"row[{key!r}]" for key in parts)
+            made = f"{{'prompt': {prompt}, 'completion': row[{columns['completion']!r}]}}"
             raise DataError(f"{name}: columns {', '.join(row)} are no known format", f"dataset.map(lambda row: {made})")
         if columns and columns.keys() == {"text"}:
             raise DataError(
