@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from pronghorn.errors import ConfigError
 from pronghorn.recipe_checks import check
-from pronghorn.recipe_errors import explain, refuse_others
+from pronghorn.recipe_errors import explain, refuse_others, without_section
 from pronghorn.recipe_sections import (
     DATA_FILES,
     Adapter,
@@ -65,7 +65,7 @@ class Recipe(Section):
         table = read_table(path)
         refuse_others(path, table)
         for override in overrides:
-            override_key(table, override)
+            override_key(table, override, lambda key, value: without_section(key, value, _about()))
         table = {section: {} if value is None else value for section, value in table.items()}
         try:
             recipe = cls.model_validate(table)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pronghorn.errors import ConfigError
 from pronghorn.recipe_habits import ALIASES, IN_SECTION, INSTEAD, NO_KEYS
-from pronghorn.text import short
+from pronghorn.text import clip, short
 
 _REMOVED = {
     "packing.metadata": "attach(model, experimental={'packing_metadata': ...})",
@@ -165,6 +165,21 @@ def _nearest(value: str, choices: list[str]) -> str | None:
 def _first_key(section: str, about: dict[str, str]) -> str:
     """Return the first key of a section."""
     return next((name.split(".")[1] for name in about if name.startswith(f"{section}.")), "key")
+
+
+def without_section(key: str, value: str, about: Mapping[str, str]) -> str | None:
+    """Return what to write instead of an override whose key names no section, or None where nobody knows."""
+    if key in NO_KEYS:
+        return NO_KEYS[key]
+    own = next((name for name in about if name.count(".") == 1 and name.endswith(f".{key}")), None)
+    meant = ALIASES.get(key) or own
+    if meant is None:
+        return None
+    return (
+        f"did you mean {meant}={clip(value.strip(), 60)}?"
+        if "." in meant
+        else f"the section is {meant}: write {meant}.KEY=…"
+    )
 
 
 def _meant(path: list[str], about: dict[str, str]) -> str:

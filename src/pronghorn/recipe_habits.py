@@ -21,6 +21,7 @@ ALIASES = {
     "template": "data.chat_template",
     "truncation": "data.overflow",
     "sample_packing": "packing.enabled",
+    "packing": "packing.enabled",
     "num_epochs": "train.epochs",
     "num_train_epochs": "train.epochs",
     "output_dir": "train.output",

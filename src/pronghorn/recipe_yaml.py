@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import yaml
@@ -121,15 +121,24 @@ def _place(loader: _Loader, node: yaml.Node) -> str:
     return f"{loader.name} line {node.start_mark.line + 1}"
 
 
-def override_key(table: dict[str, Any], override: str) -> None:
-    """Put `section.key=value` into the table; the value is YAML."""
+def override_key(
+    table: dict[str, Any], override: str, meant: Callable[[str, str], str | None] = lambda *_: None
+) -> None:
+    """Put `section.key=value` into the table; the value is YAML.
+
+    Args:
+        meant: returns what to write instead of a key without its section and this value, or None.
+    """
     key, equals, value = override.partition("=")
     section, dot, name = key.strip().partition(".")
     shown = f"override {short(override)}"
     if not equals or not dot or not name:
-        second = key.strip().endswith((".yaml", ".yml"))
-        remedy = "one recipe a command; a change is written e.g. train.max_steps=3"
-        raise ConfigError(f"{shown} is not section.key=value", remedy if second else "write e.g. train.max_steps=3")
+        remedy = "write e.g. train.max_steps=3"
+        if key.strip().endswith((".yaml", ".yml")):
+            remedy = "one recipe a command; a change is written e.g. train.max_steps=3"
+        elif equals and not dot:
+            remedy = meant(section, value) or remedy
+        raise ConfigError(f"{shown} is not section.key=value", remedy)
     if table.setdefault(section, {}) is None:
         table[section] = {}
     if not isinstance(table[section], dict):

@@ -299,6 +299,48 @@ def test_mis_scaled_accumulation(subject_of: Any, dtype: torch.dtype) -> None:
     only_cause(report, "accumulation: a micro-batch's loss is not divided by the labels of the whole accumulated batch")
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_data_that_one_row_holds_are_two_rows(subject_of: Any, count: int) -> None:
+    """A loss that is divided by its own row's labels is right where there is one row."""
+
+    def plant(model: Any) -> None:
+        base = model.get_base_model()
+        sound = base.forward
+        base.forward = lambda *args, num_items_in_batch=None, **kwargs: sound(*args, **kwargs)
+
+    subject = replace(subject_of("llama"), rows=rows_of(documents(count), TOKENS))
+    assert [len(row) for row in subject.rows] == [count, 1] and verify(subject).ok
+    only_cause(planted(subject, plant), "accumulation: a micro-batch's loss")
+
+
+@both_dtypes
+def test_a_copy_of_a_weight_that_stays_as_it_was_when_an_optimiser_steps(subject_of: Any, dtype: torch.dtype) -> None:
+    def plant(model: Any) -> None:
+        linear = model.get_base_model().model.layers[1].mlp.up_proj.lora_A["default"]
+        kept: list[torch.Tensor] = []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            kept.append(linear.weight.detach().clone())
+            return torch.nn.functional.linear(x, linear.weight + (kept[0] - linear.weight).detach())
+
+        linear.forward = forward
+
+    report = planted(subject_of("llama", dtype=dtype), plant)
+    assert {"logits", "gradients"} <= {check.name for check in report.checks if not check.ok}, report.checks
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_are_what_they_were_after_the_pass_with_others(subject_of: Any, dtype: torch.dtype) -> None:
+    run = Run(subject_of("llama", full=True, dtype=dtype))
+    least = torch.finfo(dtype).smallest_normal / 3
+    run.parameters["model.norm.weight"].data[:2] = torch.tensor([least, 3 * least])
+    before = {name: parameter.detach().clone() for name, parameter in run.parameters.items()}
+    attach(run.model)
+    run.with_other_weights()
+    for name, parameter in run.parameters.items():
+        assert torch.equal(parameter, before[name]) and parameter.grad is None
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "by", "dtype"),

@@ -367,7 +367,13 @@ def test_rows_longer_than_the_positions_of_the_model(tmp_path: Path) -> None:
     [
         ({"architecture": "falcon"}, UnsupportedError, "architecture 'falcon' is not served"),
         ({"architecture": "mistral"}, UnsupportedError, "architecture 'mistral' is not served"),
-        ({"extra": {"blk.0.attn_q.bias": np.zeros(64)}}, DataError, "blk.0.attn_q.bias has no place in the model"),
+        (
+            {"extra": {"blk.0.attn_q_norm.weight": np.zeros(64)}},
+            DataError,
+            "attn_q_norm.weight has no place in the model",
+        ),
+        ({"extra": {"blk.0.attn_q.bias": np.zeros(64, np.float32)}}, DataError, "lacks 7 of the model's weights"),
+        ({"extra": {"blk.0.attn_q.bias": np.zeros(64)}}, UnsupportedError, "attn_q.bias of m.gguf is in F64, which"),
         ({"pre": "exotic"}, UnsupportedError, "tokenizer.ggml.pre 'exotic': put the model's tokenizer.json beside"),
         ({"changes": {"llama.expert_count": ("add_uint32", 8)}}, UnsupportedError, "mixture of 8 experts"),
         ({"changes": {"llama.rope.scaling.type": ("add_string", "yarn")}}, UnsupportedError, "RoPE scaling 'yarn'"),

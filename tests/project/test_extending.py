@@ -50,7 +50,7 @@ def test_a_family_from_outside_is_fused_and_equals_one_document_at_a_time(tmp_pa
     ("name", "before", "after"),
     [
         ("ibex_family.py", '"wq", "wk", "wv"', '"wq", "wv", "wk"'),
-        ("ibex_family.py", 'before="ffn_norm"', 'before="attention_norm"'),
+        ("ibex_family.py", 'before="ffn_norm"', 'before="ffn_norm", multiplier=0.5'),
         ("modeling_ibex.py", "gate, up = self.w13(x)", "up, gate = self.w13(x)"),
     ],
 )
@@ -59,6 +59,22 @@ def test_the_check_of_the_page_can_fail(tmp_path: Path, name: str, before: str, 
     assert FILES[name].count(before) == 1
     done = run(tmp_path, {**FILES, name: FILES[name].replace(before, after)})
     assert done.returncode == 1 and "not close" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (', before="ffn_norm"', "", "no block or norm that holds 'ffn_norm.weight' of IbexLayer"),
+        ('"silu"', '"act"', "names 'feed_forward.act', which IbexLayer has not"),
+    ],
+)
+def test_a_description_that_doesn_t_fit_the_layer_is_refused(
+    tmp_path: Path, before: str, after: str, told: str
+) -> None:
+    """Without its norm a layer was computed all the same."""
+    assert FILES["ibex_family.py"].count(before) == 1
+    done = run(tmp_path, {**FILES, "ibex_family.py": FILES["ibex_family.py"].replace(before, after)})
+    assert done.returncode == 1 and "ConfigError" in done.stderr and told in done.stderr, done.stdout + done.stderr
 
 
 SAVE = """

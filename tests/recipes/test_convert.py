@@ -158,6 +158,8 @@ ONCE = {"warmup_steps": 0, "warmup_ratio": None, "load_best": None}
         ("factory", "max_steps: 1000\neval_steps: 10", {**ONCE, "load_best": False}),
         ("factory", "eval_steps: 10\nload_best_model_at_end: true", {"load_best": True}),
         ("factory", "warmup_steps: 7", {"warmup_steps": 7}),
+        ("factory", "warmup_steps: 0\nwarmup_ratio: 0.1", {"warmup_ratio": 0.1}),
+        ("axolotl", "warmup_steps: 0\nwarmup_ratio: 0.1", {"warmup_steps": 0, "warmup_ratio": None}),
     ],
 )
 def test_the_warm_up_and_the_result_are_as_by_default_there(
@@ -212,6 +214,20 @@ ALPACA = "datasets: [{path: a/c, type: alpaca}]\n"
             "data",
             {"train": [{"path": "a.json", "format": "alpaca"}, {"path": "b.json", "format": "alpaca"}]},
         ),
+        (
+            f"{HEAD}pretraining_dataset: [{{path: a/c, type: pretrain, text_column: content}}]\nmax_steps: 9\n",
+            "data",
+            {"train": [{"path": "a/c", "format": "text", "columns": {"text": "content"}}], "overflow": "split"},
+        ),
+        (f"{HEAD}{ALPACA}bf16: false\n", "precision", {"dtype": "float32"}),
+        (f"{HEAD}{ALPACA}bf16: false\nfp16: true\n", "precision", {"dtype": "float16"}),
+        (f"{FACTORY}dataset: identity\nneat_packing: true\n", "packing", {"enabled": None}),
+        (
+            f"{FACTORY.replace('sft', 'pt')}dataset: identity\npacking: false\n",
+            "packing",
+            {"rows_per_step": 1, "enabled": False},
+        ),
+        (f"{FACTORY.replace('sft', 'pt')}dataset: identity\npacking: false\n", "data", {"overflow": "truncate"}),
         (f"{HEAD}{ALPACA}excess_length_strategy: truncate\n", "data", {"overflow": "truncate"}),
         (
             f"{HEAD}datasets: [{{path: a/c, type: completion}}]\nexcess_length_strategy: drop\n",
@@ -299,6 +315,13 @@ def test_texts_beside_conversations_are_told(place: Path) -> None:
     result, recipe, _ = convert(f"{HEAD}{sets}", place)
     assert recipe is not None and recipe["data"]["overflow"] == "drop"
     assert "datasets.type: completion: texts over sequence_len are split there" in result.output
+
+
+def test_targets_outside_of_all_linears_are_told(place: Path) -> None:
+    targets = "lora_target_linear: true\nlora_target_modules: [q_proj, lm_head]\nbatch_size: 16\n"
+    result, _, _ = convert(f"{HEAD}{ALPACA}{targets}", place)
+    assert "lora_target_modules: lm_head: adapter.modules_to_save" in result.output
+    assert "batch_size: train.gradient_accumulation_steps" in result.output
 
 
 def test_what_an_entry_of_dataset_info_asks_for_in_vain_is_told(place: Path) -> None:

@@ -245,6 +245,13 @@ def test_rope_that_depends_on_the_longest_document_keeps_stock_s_batches(tmp_pat
         assert is_sorted(trainer_of(SFTTrainer, tmp_path, model)) is (positions == 64)
 
 
+def test_noise_and_adapters_that_go_by_a_whole_batch_keep_stock_s_batches(tmp_path: Path) -> None:
+    assert not is_sorted(trainer_of(SFTTrainer, tmp_path, neftune_noise_alpha=5.0))
+    trainer = trainer_of(SFTTrainer, tmp_path)
+    trainer.model.active_peft_config.alora_invocation_tokens = [5]  # as Lily's, of which not every PEFT knows
+    assert not is_sorted(trainer)
+
+
 def test_a_loss_of_one_s_own_keeps_stock_s_batches(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.loss_function = lambda logits, labels, **_: logits.sum()

@@ -69,6 +69,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     unquantised = run.references(wide, say, quantised=False) if in_8_bits else None
     say("attached")
     subject.attach(run.model)
+    run.with_other_weights()
     ours, again = run.ours(), run.ours()
     own_loss, packed, alone = run.own_loss(), run.packed_logits(), run.alone_logits()
     noise = BaselineNoise.of(plain.gradients, exact.gradients)

@@ -230,6 +230,21 @@ class Run:
         handle = attached(self.model)
         return [] if handle is None else handle.paths(self.subject.autocast)
 
+    def with_other_weights(self) -> None:
+        """Run a row forward and backward with every trained weight times −2, and take that back, in place as an
+        optimiser would: whatever the attached model made of weights in an earlier step must follow them."""
+        batch = self._batch(self.subject.rows[-1])
+        for factor in (-2.0, -0.5):  # exact in every dtype
+            with torch.no_grad():
+                for parameter in self.parameters.values():
+                    parameter.mul_(factor)
+            if factor == -2.0:
+                with self._autocast():
+                    loss = self.model(**batch, use_cache=False).loss
+                loss.backward()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def ours(self) -> Passes:
         """Run the accumulated batch: every row's loss over the labels of all rows, as the trainer does."""
         total = 0.0

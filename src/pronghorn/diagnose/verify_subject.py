@@ -133,7 +133,8 @@ def subject_of(
 
 
 def rows_of(documents: Iterable[Mapping[str, Any]], tokens: int) -> list[list[Document]]:
-    """Make two rows of whole or cut documents: up to `tokens`, and up to half as many.
+    """Make two rows of whole or cut documents: up to `tokens`, and up to half as many. Where one row takes all, half of
+    its documents come again in the second: a single row tells nothing of accumulated labels.
 
     Raises:
         ConfigError: `tokens` leave no room for a document.
@@ -157,4 +158,4 @@ def rows_of(documents: Iterable[Mapping[str, Any]], tokens: int) -> list[list[Do
                 break
         if row:
             rows.append(row)
-    return rows
+    return rows if len(rows) != 1 else [*rows, rows[0][: -(-len(rows[0]) // 2)]]

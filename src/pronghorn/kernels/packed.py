@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from pronghorn.errors import UnsupportedError
 
 _aten: Any = torch.ops.aten
+_data: Any = Tensor.data
 _KEEPING = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.lift_fresh.default}
 """Operations that return the same weight, or a copy of it, packed as it is."""
 
@@ -50,6 +51,23 @@ class PackedTensor(Tensor):
     def write_out(self, out: Tensor) -> None:
         """Write the dense weight into `out`, contiguous, in its dtype."""
         out.copy_(self.dequantise())
+
+    @property
+    def data(self) -> Tensor:
+        """The weight without its history; another packed weight may be put in its place, and nothing else."""
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch would take a dense one without a word, and what reads the parts go on with the weight before
+        if type(value) is not type(self):
+            raise UnsupportedError(
+                f"a {type(self).__name__}'s data can't be replaced by a {type(value).__name__}, as PEFT does "
+                "for init_lora_weights 'pissa', 'corda' and their like, and where it merges DoRA",
+                "load the model in 16 bits to change its weights",
+            )
+        _data.__set__(self, value)
+        self.parts, self.facts = value.parts, value.facts
 
     @property
     def stored_bytes(self) -> int:

@@ -59,6 +59,7 @@ class Watch:
         self._adapted = [module for module in called if "lora_A" in module._modules]
         parameters = [p for p in chain.from_iterable(self._parameters) if p is not None]
         tensors = [p for p in parameters if not hasattr(p, "device_mesh")]  # a DTensor's own address means nothing
+        self._packed = [p for p in tensors if isinstance(p, PackedTensor)]
         self._tensors = [part for p in tensors for part in (p.parts if isinstance(p, PackedTensor) else (p,))]
         self._written = [p for p in self._tensors if copied and not p.requires_grad]
         self._merged = self._adapted if copied else []
@@ -79,6 +80,7 @@ class Watch:
         found += map(len, self._attributes)  # a forward of an instance's own is one attribute more
         found += ["forward" in held for held in self._roots]
         found += map(Tensor.data_ptr, self._tensors)
+        found += [id(part) for packed in self._packed for part in packed.parts]  # `.data = ...` gives it others
         found += map(attrgetter("requires_grad"), self._tensors)
         found += map(attrgetter("_version"), self._written)
         found += [held[name] for held, name in self._numbers if name in held]

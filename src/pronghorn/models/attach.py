@@ -45,6 +45,7 @@ from pronghorn.models.families import (
     balances_experts,
     base_causal_lm,
     check_config,
+    check_described,
     check_subject,
     check_windows,
     decoder_layers,
@@ -250,6 +251,7 @@ def attach(
     options.check(base.config)
     current, fused, graphed = attached(base), options.fuses(base), options.graphs(base)
     if current is None:
+        check_described(base, family)
         check_forward(base)
     else:
         same_device = current.fuses == fused and (current.graphs is not None) == graphed
@@ -260,8 +262,7 @@ def attach(
             alike = current.options.compute is options.compute  # codes are of one compute
             plan = current.plan if alike else replace(current.plan, codes_written=False)
     if plan is not None and not family.generic:
-        whole = fused and not has_experts(base.config)
-        policies_of(plan, family, decoder_layers(base), whole)  # before anything is changed
+        policies_of(plan, family, decoder_layers(base), fused and not has_experts(base.config))  # changes nothing yet
     # refused before an earlier attachment is taken off
     checked = None
     if options.compute.is_fp8:

@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from pronghorn.data.batch import LONGEST_TAIL
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families import generic
 from pronghorn.families.registry import family_of
-from pronghorn.families.spec import Attention
+from pronghorn.families.spec import Attention, FamilySpec, GatedMLP
 from pronghorn.memory.plan import POLICY, Policy
 
 check_config = family_of
@@ -153,6 +153,36 @@ def check_windows(backbone: Any) -> None:
                     "config = AutoConfig.from_pretrained(...), config.sliding_window = ..., "
                     "from_pretrained(..., config=config)",
                 )
+
+
+def check_described(base: Any, family: FamilySpec) -> None:
+    """Refuse a family from outside the package whose blocks name modules that aren't there, or leave weights out: a
+    norm that no block names would not be computed.
+
+    Raises:
+        ConfigError: names the layer's class, and the path or the weight.
+    """
+    if family.generic or family.source.startswith("transformers."):
+        return
+    for layer in decoder_layers(base):
+        blocks, name = family.blocks(layer), type(layer).__name__
+        ends = [path for block in blocks for path in (*block.norms, block.dropout) if path is not None]
+        parts = [part for block in blocks for part in (block.module, *block.linears)]
+        parts += [block.path(block.kind.activation) for block in blocks if isinstance(block.kind, GatedMLP)]
+        for path in (*parts, *ends):
+            try:
+                layer.get_submodule(path)
+            except AttributeError as error:
+                raise ConfigError(
+                    f"the family {family.model_type!r} names {path!r}, which {name} has not", "correct its blocks"
+                ) from error
+        named = tuple(f"{path}." if path else "" for path in (*(block.module for block in blocks), *ends))
+        left = [weight for weight, _ in layer.named_parameters() if not weight.startswith(named)]
+        if left:
+            raise ConfigError(
+                f"the family {family.model_type!r} names no block or norm that holds {left[0]!r} of {name}",
+                "name it in its blocks: what they don't name is not computed",
+            )
 
 
 def looks_tokens_up(backbone: Any) -> bool:

@@ -183,7 +183,13 @@ def _gguf(path: Path) -> Iterator[StoredTensor]:
     for packed in tensors:
 
         def rows(start: int, stop: int, packed: Any = packed) -> Tensor:
-            return torch.tensor(dequantize(packed.data[start:stop], packed.tensor_type))
+            try:
+                return torch.tensor(dequantize(packed.data[start:stop], packed.tensor_type))
+            except NotImplementedError as error:
+                raise UnsupportedError(
+                    f"{packed.name} of {path.name} is in {packed.tensor_type.name}, which gguf doesn't unpack",
+                    "use a file of another kind: F16, BF16 or Q8_0",
+                ) from error
 
         yield StoredTensor(packed.name, tuple(map(int, reversed(packed.shape))), torch.float32, str(path), rows)
 

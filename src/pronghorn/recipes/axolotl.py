@@ -70,6 +70,7 @@ _NEEDLESS = {
     "xformers_attention": KERNELS,
 }
 _LOST = {
+    "batch_size": "train.gradient_accumulation_steps: batch_size divided by micro_batch_size",
     "evals_per_epoch": "train.eval_steps counts steps, with data.eval",
     "group_by_length": "packing fills rows instead",
     "hub_model_id": "upload after training: pronghorn docs after-training",
@@ -112,6 +113,8 @@ def convert(draft: Draft) -> None:
     common.warm_up(draft, 0.03, 100)
     if draft.given.get("gradient_checkpointing") is False:
         draft.put("memory.gradient_checkpointing", draft.take("gradient_checkpointing"), "gradient_checkpointing")
+    if draft.given.get("bf16") is False and not draft.given.get("fp16"):
+        draft.put("precision.dtype", "float32", "neither bf16 nor fp16")
     common.half_precision(draft)
     if draft.asked("train_on_inputs"):
         draft.put("data.loss_on", "all", "train_on_inputs")
@@ -138,7 +141,11 @@ def _targets(draft: Draft) -> None:
     """Take over which linears get adapters."""
     targets = draft.take("lora_target_modules")
     if targets and draft.given.get("lora_target_linear") is True:
-        draft.needless["lora_target_modules"] = "among all linears"
+        wide = [name for name in ("embed_tokens", "lm_head") if name in targets]  # no linears of a layer
+        if wide:
+            draft.lost["lora_target_modules"] = f"{', '.join(wide)}: adapter.modules_to_save trains such modules whole"
+        else:
+            draft.needless["lora_target_modules"] = "among all linears"
     elif targets:
         draft.put("adapter.target_modules", targets, "lora_target_modules")
 
@@ -148,8 +155,9 @@ def _data(draft: Draft) -> None:
     for key in ("datasets", "pretraining_dataset"):
         sets = draft.take(key) or []
         sets = [sets] if isinstance(sets, str | dict) else sets
-        usual = {"type": "completion"} if key == "pretraining_dataset" else {}
-        sets = [{"path": each, **usual} if isinstance(each, str) else each for each in sets]
+        sets = [{"path": each} if isinstance(each, str) else each for each in sets]
+        if key == "pretraining_dataset":
+            sets = [_texts(each) for each in sets]
         if sets:
             texts = [each.get("type") == "completion" for each in sets]
             draft.put("data.train", _sources(draft, sets, key), key)
@@ -174,6 +182,13 @@ def _data(draft: Draft) -> None:
         draft.lost["chat_template"] = (
             f"{draft.take('chat_template')}: the tokenizer's own is used, or give a .jinja file"
         )
+
+
+def _texts(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a data set of `pretraining_dataset`, whose rows are texts, as one of `datasets`."""
+    field = table.get("text_column") or "text"
+    rest = {key: value for key, value in table.items() if key not in ("text_column", "type")}
+    return {**rest, "type": "completion", "field": field}
 
 
 def _sources(draft: Draft, tables: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:

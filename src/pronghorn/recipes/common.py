@@ -99,6 +99,8 @@ def warm_up(draft: Draft, usual: float, most: int) -> None:
         else:
             draft.put("train.warmup_ratio", usual, f"warmup_ratio's default; {most} steps at most there")
         return
+    if steps == 0 and ratio and usual == 0:  # transformers passes over no steps, Axolotl doesn't
+        steps = None
     if isinstance(steps, float) and 0 < steps < 1:  # transformers 5 takes a share in the same key
         steps, ratio = None, steps
     if steps is not None:

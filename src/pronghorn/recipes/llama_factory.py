@@ -94,14 +94,15 @@ def convert(draft: Draft) -> None:
         draft.take("quantization_method")
         draft.put("model.load_in_4bit", True, "quantization_bit: 4")
     _data(draft)
-    draft.put("data.overflow", "split" if stage == "pt" else "truncate", "as cutoff_len there")
+    packed = bool(draft.given.get("packing", stage == "pt") or draft.given.get("neat_packing"))
+    draft.put("data.overflow", "split" if stage == "pt" and packed else "truncate", "as cutoff_len there")
     common.hold_out(draft, "val_size")
     common.warm_up(draft, 0, 0)
     common.half_precision(draft)
     for key, recompute in (("use_unsloth_gc", "offload"), ("disable_gradient_checkpointing", False)):
         if draft.asked(key):
             draft.put("memory.gradient_checkpointing", recompute, key)
-    common.batch_size(draft, "per_device_train_batch_size", 8, stage == "pt" or bool(draft.given.get("packing")))
+    common.batch_size(draft, "per_device_train_batch_size", 8, packed)
     draft.explain(common.LOST | _LOST, common.NEEDLESS | _NEEDLESS)
 
 

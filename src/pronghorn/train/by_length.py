@@ -12,6 +12,7 @@ from pronghorn.data.dealing import ByLength, Share
 from pronghorn.data.packed_rows import lengths_of
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import balances_experts, base_causal_lm, rope_limit
+from pronghorn.models.metadata import mixing_adapter
 
 
 def sort_steps(loader: Any, trainer: Any) -> DataLoader:
@@ -38,8 +39,8 @@ def adds_up(trainer: Any) -> bool:
     """Tell whether a step's gradient is a sum over its documents, each by itself, whatever their micro-batches are.
 
     It isn't where a loss is a mean over micro-batches (the routers' auxiliary loss, models that take no count of
-    labels, a loss function or `compute_loss` of somebody's own) or processes, or RoPE depends on a batch's longest
-    document.
+    labels, a loss function or `compute_loss` of somebody's own) or processes, or RoPE or NEFTune's noise depends on a
+    batch's longest document, or an adapter on all tokens of a batch.
     """
     args, base = trainer.args, base_causal_lm(trainer.model)
     limit = rope_limit(base.config)
@@ -48,5 +49,7 @@ def adds_up(trainer: Any) -> bool:
         and (args.world_size == 1 or args.average_tokens_across_devices)
         and not balances_experts(base.config)
         and not (has_own_loss(base) or trainer.has_own_loss)
+        and not args.neftune_noise_alpha
+        and mixing_adapter(trainer.model) is None
         and (limit is None or (args.max_length or limit + 1) <= limit)
     )

@@ -21,7 +21,9 @@ Trainer = TypeVar("Trainer")
 Ids = tuple[int, ...]
 
 
-def train_on_responses_only(trainer: Trainer, instruction_part: str, response_part: str, **unsupported: Any) -> Trainer:
+def train_on_responses_only(
+    trainer: Trainer, instruction_part: str | None = None, response_part: str | None = None, **unsupported: Any
+) -> Trainer:
     """Train only what follows a `response_part` up to the next `instruction_part` (or the document's end).
 
     Args:
@@ -32,7 +34,7 @@ def train_on_responses_only(trainer: Trainer, instruction_part: str, response_pa
         The same trainer. A token that was not supervised before isn't now. Documents without a label left are dropped,
         with a warning that counts them.
     Raises:
-        ConfigError: an empty part, or two that are the same.
+        ConfigError: a part that is missing or empty, or two that are the same.
         DataError: no document holds the response part, or the data set has no `input_ids`.
         UnsupportedError: a streamed data set; rows that TRL wrapped without keeping where documents begin; another
             argument than Unsloth's `force_match`, `tokenizer` and `num_proc`, which decide nothing here.
@@ -42,6 +44,17 @@ def train_on_responses_only(trainer: Trainer, instruction_part: str, response_pa
     owner: Any = trainer
     if not hasattr(owner, "processing_class"):
         raise ConfigError(f"train_on_responses_only got a {type(trainer).__name__}", "give the SFTTrainer")
+    if instruction_part is None or response_part is None:
+        gone = " and no ".join(
+            f"{name}_part"
+            for name, part in (("instruction", instruction_part), ("response", response_part))
+            if part is None
+        )
+        raise ConfigError(
+            f"train_on_responses_only got no {gone}",
+            "give what begins a user's turn and what begins an assistant's, as the chat template writes them: of "
+            "ChatML instruction_part='<|im_start|>user\\n', response_part='<|im_start|>assistant\\n'",
+        )
     instruction = _spellings(instruction_part, owner.processing_class, "instruction")
     response = _spellings(response_part, owner.processing_class, "response")
     if instruction.keys() & response.keys():
