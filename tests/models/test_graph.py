@@ -28,9 +28,10 @@ from pronghorn.memory.plan import POLICY, Plan, Policy
 from pronghorn.models import metadata
 from pronghorn.models.attach import _graph_refusal, attach, attached
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.graph import MOST_GRAPHS, BackboneGraphs, _Captured, _Replay, graphed_class, runs_of
+from pronghorn.models.graph import MOST_GRAPHS, BackboneGraphs, graphed_class, runs_of
 from pronghorn.models.graph import _fingerprint as fingerprint_of_the_build
 from pronghorn.models.graph_benefit import LOOKED_AT, MEASURED_FORWARDS, MEASURED_REPLAYS, GraphBenefit
+from pronghorn.models.graph_replay import Captured, Replay
 from support.bases import based
 from support.changes import CHANGES, adapted
 from support.documents import LENGTHS, ROW, gradients
@@ -201,13 +202,23 @@ def test_a_graph_keeps_what_it_writes_to() -> None:
 
 
 @pytest.mark.gpu
-def test_two_forwards_before_a_backward_are_refused(captured: tuple[Any, Any]) -> None:
-    model, _ = captured
+def test_a_second_forward_before_a_backward_goes_without(captured: tuple[Any, Any]) -> None:
+    model, handle = captured
     for others in (LENGTHS, [2] * 40):  # the same graph, and one of another bucket
+        wanted = []
+        for seed, lengths in enumerate((LENGTHS, others)):
+            model.zero_grad()
+            model(**on_device(lengths, seed)).loss.backward()
+            wanted.append({name: grad.clone() for name, grad in gradients(model).items()})
+        model.zero_grad()
+        before = handle.graphs.replays
         first = model(**on_device(LENGTHS, 0)).loss
         model(**on_device(others, 1)).loss.backward()
-        with pytest.raises(TrainingError, match="overwritten by another forward"):
-            first.backward()
+        first.backward()
+        assert handle.graphs.replays == before + 2, "one forward and its backward"
+        for name, grad in gradients(model).items():
+            right = wanted[0][name] + wanted[1][name]
+            assert (grad - right).norm() <= 1e-2 * right.norm(), name
 
 
 @pytest.mark.gpu
@@ -459,7 +470,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
     assert cuda.current == "main"
     assert not any(POLICY in layer.__dict__ for layer in graphs._backbone.layers)
     cuda.fails = False
-    hidden = forward_with(cuda, graphs, LENGTHS, monkeypatch)
+    forward_with(cuda, graphs, LENGTHS, monkeypatch)
     cuda.waits.clear()
 
     def fail(*_: Any) -> None:
@@ -469,8 +480,28 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
     with pytest.raises(torch.OutOfMemoryError):
         forward_with(cuda, graphs, [2] * 40, monkeypatch)
     assert cuda.waits == [("aside", "main"), ("main", "aside")]
-    with pytest.raises(TrainingError, match="overwritten"):
-        hidden.sum().backward()
+
+
+def test_a_replay_waits_for_no_backward_that_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that reads would be overwritten: other forwards go without a graph until it has run, or nobody can ask."""
+    cuda, graphs = CudaOnTheCPU(), graphs_of(with_adapters(tiny_model("llama")), monkeypatch)
+
+    def replayed() -> bool:
+        with monkeypatch.context() as faked:
+            faked.setattr(torch, "cuda", cuda)
+            row = packed_row(LENGTHS, ROW)
+            embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
+            return graphs.forward(embeds, row["position_ids"], row["packed"]) is not None
+
+    hidden = forward_with(cuda, graphs, LENGTHS, monkeypatch)
+    assert not replayed() and not replayed()
+    hidden.sum().backward()
+    assert replayed() and replayed(), "a forward that nobody keeps waits for nothing"
+    hidden = forward_with(cuda, graphs, LENGTHS, monkeypatch)
+    assert not replayed()
+    del hidden
+    gc.collect()
+    assert replayed()
 
 
 @pytest.mark.parametrize(("rank", "other"), [(4, 4), (8, 4), (8, 8)])
@@ -750,6 +781,26 @@ def benefit_of(model: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tup
     return graphs, graphs._benefit, cuda
 
 
+def test_graphs_that_are_given_back_each_time_are_captured_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where two adapters are trained by turns: a capture takes as long as some ten forwards."""
+    model, row, found = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW), []
+    model.add_adapter("other", model.peft_config["default"])
+    graphs, trial, cuda = benefit_of(model, Clock(), monkeypatch)
+    trial.host_share, trial.gain = 1.0, 0.5
+    embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
+    for name in ("default", "default", "other", "other", *["default", "other"] * 4):
+        model.set_adapter(name)
+        look(graphs._backbone)
+        with monkeypatch.context() as faked:
+            faked.setattr(torch, "cuda", cuda)
+            hidden = graphs.forward(embeds, row["position_ids"], row["packed"])
+        found.append(hidden is not None)
+        if hidden is not None:
+            hidden.sum().backward()
+        del hidden
+    assert found == [True] * 7 + [False] * 5 and trial.rare and not graphs._captured
+
+
 @pytest.mark.matrix(5)
 @pytest.mark.parametrize(("accumulated", "phase"), [(n, phase) for n in (1, 2, 3, 4) for phase in range(n)])
 def test_graphs_are_judged_alike_whenever_the_optimiser_steps(
@@ -860,6 +911,7 @@ def test_rows_of_another_shape_are_captured_apart(monkeypatch: pytest.MonkeyPatc
             positions = row["position_ids"].view(shape)
             hidden = graphs.forward(embeds.view(*shape, -1), positions, row["packed"])
             assert hidden is not None and hidden.shape[:2] == shape
+            del hidden  # else its backward may come
     assert len(graphs._captured) == 2
 
 
@@ -923,12 +975,12 @@ def test_what_was_overwritten_is_not_used() -> None:
     forward = SimpleNamespace(replay=lambda: out.copy_(x * weight.detach()))
     backward = SimpleNamespace(replay=lambda: gradients.copy_((d_out * x).sum().view(1)))
     positions = torch.arange(4)[None]
-    captured = _Captured(x, positions.clone(), metadata.clone(), out, d_out, gradients, forward, backward, [])  # type: ignore[arg-type]
+    captured = Captured(x, positions.clone(), metadata.clone(), out, d_out, gradients, forward, backward, [])  # type: ignore[arg-type]
     graphs = SimpleNamespace(replays=0, holds=lambda _: True)
 
     def run(value: float) -> torch.Tensor:
         given = torch.full((1, 4, 1), value)
-        return _Replay.apply(given, positions, metadata, graphs, captured, weight).sum()
+        return Replay.apply(given, positions, metadata, graphs, captured, weight).sum()
 
     for value in (1.0, 2.0):
         run(value).backward()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -20,7 +22,7 @@ from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.lora import add_lora
-from pronghorn.models.unpadded import UNPADDED
+from pronghorn.models.unpadded import GRAPHS, UNPADDED
 from pronghorn.parity.distance import distance
 from pronghorn.parity.own_code import own_code
 from support.tiny import tiny_model
@@ -133,6 +135,84 @@ def test_a_batch_without_a_mask_has_no_padding() -> None:
         attach(model, layers="fused") if fused else attached(model).detach()  # type: ignore[union-attr]
         found.append(model(input_ids=ids, labels=ids).loss)
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+
+
+def test_rows_have_few_lengths_while_graphs_of_them_are_replayed() -> None:
+    """A graph serves one number of tokens. The layers see padding behind, which changes nothing of the rest."""
+    model = adapted(max_position_embeddings=512)
+    attach(model, layers="fused")
+    ids = torch.randint(3, model.config.vocab_size, (4, 200), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given["attention_mask"][1:, 150:] = 0
+    given["labels"] = ids.masked_fill(given["attention_mask"] == 0, -100)
+    backbone, found = attached(model).model.base_model, []  # type: ignore[union-attr]
+    for replayed in (False, True):
+        backbone.__dict__[GRAPHS] = SimpleNamespace(replayed=replayed)
+        for way in (nullcontext(), torch.no_grad()):
+            seen = Seen(model)
+            with way:
+                model(**given, use_cache=False)
+            found += seen.taken()
+        found.append(run(model, given))
+    del backbone.__dict__[GRAPHS]
+    assert found[:2] == [(1, 704)] * 2 and found[3:5] == [(1, 768), (1, 704)], "650 tokens, in evaluation as ever"
+    (loss, logits, gradients), (same, ours, alike) = found[2], found[5]
+    assert abs(loss - same) < 1e-6 * loss and (logits - ours).norm() < 1e-5 * logits.norm()
+    assert all((alike[name] - right).norm() <= 1e-4 * right.norm() + 1e-8 for name, right in gradients.items())
+
+
+@pytest.mark.gpu
+def test_padded_batches_replay_graphs() -> None:
+    """Where each forward has its backward before the next: else the others go without."""
+    model = adapted(num_hidden_layers=2, head_dim=32).to("cuda", torch.bfloat16)
+    given = [{name: x.to("cuda") for name, x in batch(model, side).items()} for side in ("right", "left")]
+    attach(model, layers="fused", graph="off")
+    plain = [run(model, each) for each in given]
+    handle = attach(model, layers="fused", graph="on")
+    assert handle.graphs is not None
+    for each, (loss, logits, right) in zip(given * 2, plain * 2, strict=True):
+        ours = run(model, each)
+        assert torch.equal(ours[0], loss) and torch.equal(ours[1], logits)
+        assert all(torch.equal(ours[2][name], grad) for name, grad in right.items())
+    assert handle.graphs.replays >= 8, "four forwards and backwards"
+    model.zero_grad()
+    losses = [model(**each).loss for each in given]
+    for loss in losses:
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            right = plain[0][2][name] + plain[1][2][name]
+            assert (parameter.grad - right).norm() <= 1e-2 * right.norm(), name
+
+
+@pytest.mark.gpu
+def test_a_reference_pass_by_another_adapter_keeps_the_graph() -> None:
+    """As in each step of DPO, whose reference has the policy's rank: one graph is captured, and serves all steps."""
+    model = add_lora(tiny_model("llama", num_hidden_layers=2, head_dim=32, intermediate_size=136), r=8)
+    model.add_adapter("ref", model.peft_config["default"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    model = model.to("cuda", torch.bfloat16)
+    given = {name: x.to("cuda") for name, x in batch(model).items()}
+    found: list[Any] = []
+    for graph in ("off", "on"):
+        handle = attach(model, layers="fused", graph=graph)
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(**given, use_cache=False).loss
+            model.set_adapter("ref")
+            with torch.no_grad():
+                reference = model(**given, use_cache=False).loss
+            model.set_adapter("default")
+            loss.backward()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            found.append((loss.item(), reference.item(), gradients))
+    assert handle.graphs is not None and len(handle.graphs._captured) == 1 and handle.graphs.replays >= 6
+    for loss, reference, gradients in found[1:]:
+        assert (loss, reference) == found[0][:2]
+        assert all(torch.equal(gradients[name], right) for name, right in found[0][2].items())
 
 
 def test_several_forwards_may_come_before_their_backward() -> None:

@@ -264,15 +264,10 @@ def test_batches_that_one_process_reads_for_all_are_padded(
     assert ("one process read for all" in (trainer.padded or "")) == pads
 
 
-class Graphs:
-    """In the place of a model's."""
-
-    replayed = True
-
-
 def test_rows_have_few_lengths_while_graphs_of_them_are_replayed() -> None:
     """Else a graph would be captured for nearly every micro-batch, and hardly one replayed."""
-    collate = padding_free.EndToEnd(0, TILE_ROWS, Graphs(), longest_tail=1024)  # type: ignore[arg-type]
+    collate = padding_free.EndToEnd(0, TILE_ROWS, torch.ones(1, dtype=torch.bool), longest_tail=1024)
+    assert collate.few is not None
 
     def row(tokens: int) -> PackedBatch:
         return collate([{"input_ids": [5] * (tokens - 9)}, {"input_ids": [6] * 9}])["packed"]
@@ -284,15 +279,42 @@ def test_rows_have_few_lengths_while_graphs_of_them_are_replayed() -> None:
     assert max(packed.padding for packed in found) <= 1024
     assert {row(tokens).tokens for tokens in (10, 64, 65, 300)} == {64, 128, 320}
     assert row(20_000).tokens == 20_480, "no document of a tail is longer than the model's may be"
-    collate.graphs.replayed = False  # type: ignore[union-attr]
+    assert all(map(collate.is_one_of_few, lengths)) and not any(map(collate.is_one_of_few, (1088, 4160)))
+    collate.few.fill_(False)
     assert row(1000).tokens == 1024 and row(5000).tokens == 5056
-    graphs: Any = Graphs()
-    sent = pickle.loads(pickle.dumps(padding_free.EndToEnd(0, graphs=graphs)))
-    assert sent([{"input_ids": [5] * 5000}])["packed"].tokens == 5120
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_learn_that_few_lengths_are_wanted(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within an epoch; rows that they had made before go without a graph."""
+    graphs = SimpleNamespace(replayed=False, paused=False)
+    monkeypatch.setattr(padding_free, "attached", lambda model: SimpleNamespace(graphs=graphs))
+    rows = Dataset.from_list([{"input_ids": [5 + i % 9] * (400 + 7 * i)} for i in range(72)])
+    seen: list[tuple[int, bool, bool]] = []
+
+    class Noting(SFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append((inputs["packed"].tokens, graphs.replayed, graphs.paused))
+            graphs.replayed = len(seen) >= 4
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    model = add_lora(tiny_model("llama", max_position_embeddings=2048), r=2)
+    trainer = trainer_of(Noting, tmp_path, model, train_dataset=rows, max_length=1024, max_steps=18,
+                         padding_free=True, gradient_accumulation_steps=1, dataloader_num_workers=workers)  # fmt: skip
+    trainer.train()
+    few = [tokens % 256 == 0 for tokens, *_ in seen]
+    assert len(seen) == 18 and not all(few[:4])
+    ahead = 2 * workers + 2  # loaders read so far ahead, accelerate one more, and the next step tells them
+    assert all(few[4 + ahead :]), seen
+    for one, (_, replayed, paused) in zip(few, seen, strict=True):
+        assert paused == (replayed and not one)
+    assert not graphs.paused
 
 
 def test_a_user_s_multiple_is_kept_where_few_lengths_are_wanted() -> None:
-    collate = padding_free.EndToEnd(0, 48, Graphs())  # type: ignore[arg-type]
+    collate = padding_free.EndToEnd(0, 48, torch.ones(1, dtype=torch.bool))
     for tokens in (10, 100, 1000, 5000):
         assert collate([{"input_ids": [5] * tokens}])["packed"].tokens % 48 == 0
 

@@ -53,6 +53,22 @@ def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
+LONGEST_TAIL = 2048
+"""The most tokens that are added so that a row's length is one of few: a tail is a document, and graphs serve no rows
+with long ones."""
+
+
+def coarse(tokens: int, step: int, longest_tail: int = LONGEST_TAIL) -> int:
+    """Return the multiple of `step` that a row of so many tokens is rounded up to a multiple of where few lengths are
+    wanted: four are left in an octave.
+
+    Args:
+        longest_tail: the most tokens that this may add.
+    """
+    quarter = max(1 << (tokens - 1).bit_length() >> 3, 1)
+    return step * max(1, min(quarter, longest_tail) // step)
+
+
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
     """What is the same for every layer of a packed batch of T tokens in D documents.

@@ -60,7 +60,7 @@ from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
 from pronghorn.models.metadata import CAUSAL_LM, LAYERS, share_metadata
 from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
-from pronghorn.models.unpadded import put_back
+from pronghorn.models.unpadded import GRAPHS, put_back
 from pronghorn.precision.compute import Compute
 
 
@@ -331,7 +331,7 @@ def _add_graphs(model: Any, options: AttachOptions) -> BackboneGraphs:
         functools.partial(_merge_weights, backbone),
     )
     backbone.__class__ = graphed_class(plain)
-    backbone.__dict__["_pronghorn_graphs"] = graphs
+    backbone.__dict__[GRAPHS] = graphs
     return graphs
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from pronghorn.data.batch import LONGEST_TAIL
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families import generic
 from pronghorn.families.registry import family_of
@@ -105,6 +106,12 @@ def rope_limit(config: Any) -> int | None:
         kind.get("original_max_position_embeddings", most) for kind in kinds if kind.get("rope_type") == "longrope"
     ]
     return min(limits, default=None)
+
+
+def longest_tail(config: Any) -> int:
+    """Return the most padding that may lie as a document of its own behind a row's others."""
+    limits = [rope_limit(config), getattr(config, "max_position_embeddings", None)]
+    return min([LONGEST_TAIL, *(limit for limit in limits if limit and limit > 0)])
 
 
 def base_causal_lm(model: Any) -> Any:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from pronghorn.data.batch import PackedBatch, room_for
 from pronghorn.device import is_out_of_memory
-from pronghorn.errors import TrainingError
-from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.layers.decoder import RUN, STEP, FusedLayers
 from pronghorn.layers.step import Step
 from pronghorn.layers.subclass import moving, subclass
@@ -32,31 +30,14 @@ from pronghorn.layers.watch import hooks_saved_tensors
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models.families import looks_tokens_up
 from pronghorn.models.graph_benefit import GraphBenefit
+from pronghorn.models.graph_replay import Captured, Replay
 from pronghorn.models.metadata import LAYERS
-from pronghorn.models.unpadded import CHECKPOINTING, MORE, UNPADDED
+from pronghorn.models.unpadded import CHECKPOINTING, GRAPHS, MORE
 
 Graph = Literal["auto", "on", "off"]
 MOST_GRAPHS = 8
 """Different numbers of tokens and documents (`room_for`) that are captured; rows of others run without a graph."""
 WARM_UPS = 2
-
-
-@dataclass
-class _Captured:
-    """A forward and a backward graph, and the tensors that they read and write."""
-
-    embeds: Tensor
-    position_ids: Tensor
-    packed: PackedBatch
-    out: Tensor
-    d_out: Tensor
-    gradients: Tensor
-    """All parameters' gradients, one after the other."""
-    forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph
-    runs: list[Any]
-    """Of the layers, whose copies of adapters are written to: by a replay, too, when layers that did something else in
-    between have made others."""
 
 
 class BackboneGraphs:
@@ -86,7 +67,7 @@ class BackboneGraphs:
         self._benefit = None if always else GraphBenefit()
         self._refusal, self._longest, self._settle = refusal, longest, settle
         self._parameters: list[nn.Parameter] = []
-        self._captured: dict[Any, _Captured] = {}
+        self._captured: dict[Any, Captured] = {}
         self._fingerprint: list[Any] = []
         self._pool: Any = None
         self._stream: Any = None
@@ -97,6 +78,8 @@ class BackboneGraphs:
         """Whether forwards go without graphs for now, and tell nothing about what graphs gain."""
         self.replays = 0
         """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
+        self.waits: weakref.ref[Any] | None = None
+        """What lives until the last replayed forward's backward has run, or can't any more."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneGraphs:
         """Return graphs of the copied model, which captures its own."""
@@ -134,6 +117,8 @@ class BackboneGraphs:
                 return None
         fingerprint = _fingerprint(self._backbone)
         if fingerprint != self._fingerprint:  # weights were moved, adapters switched: what was captured reads others
+            if self._captured and self._benefit is not None:
+                self._benefit.given_back()
             self.clear()
             self._refused = self._refusal()
             self._parameters = [p for p in self._backbone.parameters() if p.requires_grad]
@@ -142,6 +127,8 @@ class BackboneGraphs:
             return None
         longest = self._longest()
         if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
+            return None
+        if self.waits is not None and self.waits() is not None:  # a replay would overwrite what its backward reads
             return None
         packed = packed.with_room(room_for(len(packed.lengths)))
         window = getattr(self._backbone.config, "sliding_window", None)
@@ -161,7 +148,7 @@ class BackboneGraphs:
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
         if self._benefit is not None:
             self._benefit.replay_begins(self.replays)
-        return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
+        return Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
 
     def clear(self) -> None:
         """Give the graphs back, once replays that are on their way have run: before torch unmaps growing segments it
@@ -177,7 +164,7 @@ class BackboneGraphs:
         if self._benefit is not None:
             self._benefit = GraphBenefit()
 
-    def holds(self, captured: _Captured) -> bool:
+    def holds(self, captured: Captured) -> bool:
         """Tell whether it wasn't given back."""
         return any(each is captured for each in self._captured.values())
 
@@ -185,7 +172,7 @@ class BackboneGraphs:
         """Return the outputs of `run`, a training forward without a graph."""
         return run() if self._benefit is None or self._refused is not None else self._benefit.plain(run)
 
-    def _capture_if_it_fits(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured | None:
+    def _capture_if_it_fits(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Captured | None:
         """Capture, or return None where memory runs out that was there without a graph, and nobody asked for one."""
         try:
             return self._capture(embeds, position_ids, packed)
@@ -197,7 +184,7 @@ class BackboneGraphs:
         torch.cuda.empty_cache()  # after the handler: until then the error holds what was made
         return None
 
-    def _capture(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured:
+    def _capture(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Captured:
         if not self._captured:  # a pool ends with its graphs
             self._pool = torch.cuda.graph_pool_handle()
         if self._stream is None or self._stream.device != embeds.device:
@@ -235,7 +222,7 @@ class BackboneGraphs:
                 gradients = torch.autograd.grad(out, parameters, d_out)
                 torch._foreach_copy_(list(flat.split(sizes)), [gradient.flatten() for gradient in gradients])
             runs = runs_of(self._backbone)
-        return _Captured(*static, out.detach(), d_out, flat, forward, backward, runs)
+        return Captured(*static, out.detach(), d_out, flat, forward, backward, runs)
 
     def _in_pool(self, device: torch.device) -> AbstractContextManager[None]:
         """Let what this thread allocates, a forward's activations, go into the memory of the graphs there are: beside
@@ -259,49 +246,9 @@ class BackboneGraphs:
         ).last_hidden_state
 
 
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        embeds: Tensor,
-        position_ids: Tensor,
-        packed: PackedBatch,
-        graphs: BackboneGraphs,
-        captured: _Captured,
-        *parameters: Tensor,
-    ) -> Tensor:
-        captured.embeds.copy_(embeds)
-        captured.position_ids.copy_(position_ids)
-        packed.without_labels().copy_into(captured.packed)
-        captured.forward.replay()
-        graphs.replays += 1
-        ctx.graphs, ctx.captured, ctx.replay = graphs, captured, graphs.replays
-        ctx.shapes = [parameter.shape for parameter in parameters]
-        return captured.out.clone()
-
-    @staticmethod
-    @refuse_second_derivatives
-    def backward(ctx: Any, d_out: Tensor) -> Any:
-        captured: _Captured = ctx.captured
-        graphs, ctx.graphs = ctx.graphs, None  # a loss that is kept keeps no model
-        if graphs is None or graphs.replays != ctx.replay:
-            raise TrainingError(
-                "what this batch's backward needs was overwritten by another forward, or by a backward before",
-                "attach with graph='off' for several forwards a backward, or several backwards a forward",
-            )
-        graphs.replays += 1
-        ctx.captured = None  # a loss that is kept doesn't keep its memory
-        captured.d_out.copy_(d_out)
-        captured.backward.replay()
-        gradients = captured.gradients.clone().split([shape.numel() for shape in ctx.shapes])
-        if not graphs.holds(captured):  # else `clear` waits
-            torch.cuda.current_stream(d_out.device).synchronize()
-        return *(None,) * 5, *(flat.view(shape) for flat, shape in zip(gradients, ctx.shapes, strict=True))
-
-
 @functools.cache
 def graphed_class(original: Any) -> type[nn.Module]:
-    """Make a subclass of a backbone's class, whose instances look for `_pronghorn_graphs`."""
+    """Make a subclass of a backbone's class, whose instances look for their graphs."""
     plain: Any = original.forward
 
     @functools.wraps(plain)
@@ -311,13 +258,11 @@ def graphed_class(original: Any) -> type[nn.Module]:
         asked = {name: kwargs.get(name) for name in MORE}  # None: as the configuration says
         told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
         looked = STEP in kwargs and not looks_tokens_up(self)  # by the pre-hook: else nobody knows what changed
-        # of padded batches several forwards may come before their backward
-        captured = training and looked and UNPADDED not in kwargs
-        if packed is None or args or told or not captured or not packed.cu_seqlens.is_cuda:
+        if packed is None or args or told or not (training and looked) or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 
-        graphs: BackboneGraphs = self._pronghorn_graphs
+        graphs: BackboneGraphs = self.__dict__[GRAPHS]
         graphs.hooked = hooks_saved_tensors()
         if graphs.hooked or graphs.paused:
             return plain(self, *args, **kwargs)
@@ -331,7 +276,7 @@ def graphed_class(original: Any) -> type[nn.Module]:
             return MoeModelOutputWithPast(last_hidden_state=hidden)
         return graphs.without(lambda: plain(self, **{**kwargs, "input_ids": None, "inputs_embeds": embeds}))
 
-    moved = moving(original, lambda self: self._pronghorn_graphs.clear())  # which hold weights where they lay
+    moved = moving(original, lambda self: self.__dict__[GRAPHS].clear())  # which hold weights where they lay
     return subclass(original, forward=forward, _apply=moved)
 
 

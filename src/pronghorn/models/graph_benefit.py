@@ -28,6 +28,9 @@ MEASURED_REPLAYS = 6
 """Times from a replayed forward to the next one that are taken then; their median passes over a slow first one."""
 LOOKED_AT = 32
 """Training forwards, of which a quarter have to find a graph that is there."""
+WASTED = 4
+"""Times in a row that graphs are given back before one was found again, from which on none are captured: each capture
+takes as long as some ten forwards."""
 PAYS = 0.97
 """Of the time from a forward to the next one without a graph, the most that it may take with one."""
 
@@ -62,6 +65,8 @@ class GraphBenefit:
         """Whether a capture ran out of memory."""
         self._found: list[bool] = []
         """Whether each training forward found a graph there."""
+        self._wasted = 0
+        """Times in a row that graphs were given back before one was found again."""
         self._timed: list[_Timed] = []
         self._last: tuple[int, torch.cuda.Event] | None = None
         """(number, begin) of the training forward before, if it was a replay."""
@@ -119,6 +124,12 @@ class GraphBenefit:
     def looked_for(self, there: bool) -> None:
         """Note that a training forward looked for a graph: `there`, or none for such rows yet."""
         self._found.append(there)
+        self._wasted = 0 if there else self._wasted
+
+    def given_back(self) -> None:
+        """Note that graphs were given back, as the model changed since they were captured."""
+        self._wasted += 1
+        self.rare = self.rare or self._wasted >= WASTED
 
     def replay_begins(self, number: int) -> None:
         """Note that a training forward is about to be replayed.

@@ -16,15 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pronghorn.data.batch import TILE_ROWS, PackedBatch, round_up
+from pronghorn.data.batch import TILE_ROWS, PackedBatch, coarse, round_up
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.watch import hooks_in
 from pronghorn.memory.recompute import has_own_forward
-from pronghorn.models.families import rope_limit
+from pronghorn.models.families import longest_tail, rope_limit
 
 LABELS = "_pronghorn_labels"
 """The attribute by which a causal LM tells its backbone its labels: a keyword would reach its loss_function, too."""
+GRAPHS = "_pronghorn_graphs"
+"""The attribute that holds a backbone's CUDA graphs (`models.graph`)."""
 UNPADDED = "pronghorn_unpadded"
 """The keyword of (B, L, the real tokens' places in B·L) in a backbone's forward that has these tokens alone."""
 _READ = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch")
@@ -65,7 +67,11 @@ def unpad(layers: FusedLayers, kwargs: dict[str, Any], tokens: Tensor, labels: T
     if learned and (learned[0][:, 1:] & ~real[:, :-1]).any():  # predicted from padding
         return None
     count = int(lengths.sum())
-    tail = round_up(count, TILE_ROWS) - count
+    step, backbone = TILE_ROWS, layers.backbone
+    graphs = backbone.__dict__.get(GRAPHS)
+    if graphs is not None and graphs.replayed and backbone.training and torch.is_grad_enabled():
+        step = coarse(count, step, longest_tail(backbone.config))  # a graph serves one length
+    tail = round_up(count, step) - count
     places = torch.from_numpy(np.flatnonzero(real)).to(tokens.device)
     taken = torch.cat([places, places[:1].expand(tail)])
     for name in ("input_ids", "inputs_embeds"):

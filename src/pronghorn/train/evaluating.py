@@ -70,7 +70,7 @@ class EvaluatingTrainer(SharedLayersTrainer):
         """Evaluate a batch as stock does. Where its loss alone is asked for, its documents lie end to end in one row,
         for which no logits are made: of a large vocabulary they take more memory than training does."""
         if prediction_loss_only and self._evaluates_end_to_end():  # not in a collator: stock's mean goes by its rows
-            collate = replace(padding_free.joining(self, self._pack_collator.pad_token_id), graphs=None)
+            collate = replace(padding_free.joining(self, self._pack_collator.pad_token_id), few=None)
             inputs = padding_free.end_to_end(inputs, collate)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 

@@ -6,27 +6,27 @@ What can't keep them apart is padded: families that the probe refuses, and what 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from pronghorn.data.batch import TILE_ROWS, Collator, round_up
+import torch
+from torch import Tensor
+
+from pronghorn.data.batch import LONGEST_TAIL, TILE_ROWS, Collator, PackedBatch, coarse, round_up
 from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import Handle, attached
 from pronghorn.models.causal_lm import has_own_loss
-from pronghorn.models.families import balances_experts, base_causal_lm, rope_limit
+from pronghorn.models.families import balances_experts, base_causal_lm, longest_tail, rope_limit
 from pronghorn.models.generic import PACKING
-from pronghorn.models.graph import BackboneGraphs
 from pronghorn.models.metadata import mixing_adapter
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
 from pronghorn.models.report import PathTaken
 from pronghorn.precision.compute import Compute
-
-LONGEST_TAIL = 2048
-"""The most tokens that are added so that a row's length is one of few: a tail is a document, and graphs serve no rows
-with long ones."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class EndToEnd:
     Args:
         pad_token_id: what fills the tail (None: 0).
         multiple: of tokens; so that few lengths of rows differ.
-        graphs: of the model, each of which serves one length of rows. While they are replayed lengths are rounded up
-            further (`grid`), so that few are left. Worker processes keep what was known when they began.
+        few: a flag [1] in shared memory, which worker processes see change: while it is set lengths are rounded up
+            further (`coarse`), so that few are left. None: they never are.
         longest_tail: the most tokens that this may add to a row.
     """
 
     pad_token_id: int | None
     multiple: int = TILE_ROWS
-    graphs: BackboneGraphs | KnownGraphs | None = field(default=None, compare=False)
+    few: Tensor | None = field(default=None, compare=False)
     longest_tail: int = LONGEST_TAIL
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -58,26 +58,13 @@ class EndToEnd:
         }
         tokens = len(whole["input_ids"])
         step = self.multiple
-        if self.graphs is not None and self.graphs.replayed:
-            step *= max(1, min(grid(tokens), self.longest_tail) // step)
+        if self.few is not None and self.few.item():
+            step = coarse(tokens, step, self.longest_tail)
         return Collator(round_up(tokens, step), self.pad_token_id)([whole])
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the graphs, and the model, where they are."""
-        known = self.graphs is not None and self.graphs.replayed
-        return {**self.__dict__, "graphs": KnownGraphs(known)}
-
-
-@dataclass(frozen=True)
-class KnownGraphs:
-    """What was known of a model's graphs when a collator was sent to another process."""
-
-    replayed: bool
-
-
-def grid(tokens: int) -> int:
-    """Return what a row's tokens are rounded up to a multiple of where few lengths are wanted: four in an octave."""
-    return max(1 << (tokens - 1).bit_length() >> 3, 1)
+    def is_one_of_few(self, tokens: int) -> bool:
+        """Tell whether a row's length is among those that are left where few are wanted."""
+        return tokens % coarse(tokens, self.multiple, self.longest_tail) == 0
 
 
 def _listed(values: Any) -> list[int]:
@@ -107,7 +94,26 @@ def joining(trainer: Any, pad_token_id: int | None) -> EndToEnd:
     limits = [rope_limit(base.config), getattr(base.config, "max_position_embeddings", None)]
     known, handle = [limit for limit in limits if limit and limit > 0], attached(trainer.model)
     multiple = min([int(trainer.args.pad_to_multiple_of or TILE_ROWS), *known])
-    return EndToEnd(pad_token_id, multiple, None if handle is None else handle.graphs, min([LONGEST_TAIL, *known]))
+    graphed = handle is not None and handle.graphs is not None
+    few = torch.zeros(1, dtype=torch.bool).share_memory_() if graphed else None
+    return EndToEnd(pad_token_id, multiple, few, longest_tail(base.config))
+
+
+@contextmanager
+def few_lengths(collate: EndToEnd | None, model: Any, packed: PackedBatch | None) -> Iterator[None]:
+    """Let a micro-batch be trained. Its collators learn whether CUDA graphs are replayed, each of which serves rows of
+    one length; a row that was made before they knew goes without, so that none is captured for it."""
+    handle = None if collate is None or collate.few is None or packed is None else attached(model)
+    if handle is None or handle.graphs is None:
+        yield
+        return
+    graphs, paused = handle.graphs, handle.graphs.paused
+    collate.few.fill_(graphs.replayed)  # type: ignore[union-attr]
+    graphs.paused = paused or (graphs.replayed and not collate.is_one_of_few(packed.tokens))  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        graphs.paused = paused
 
 
 def why_padded(model: Any, noise: Any, most: int | None) -> str | None:

@@ -152,6 +152,8 @@ class SFTTrainer(EvaluatingTrainer):
         """A checkpoint whose contents were compared with its manifest already."""
         self._fingerprint = checkpoint.Fingerprint.of(self.model)
         self._aside: Path | None = None
+        self._joins: padding_free.EndToEnd | None = None
+        """The collator of micro-batches that aren't packed, whose workers learn of graphs."""
         self._operations: int | None = None
 
     def _prepare_dataset(
@@ -186,7 +188,8 @@ class SFTTrainer(EvaluatingTrainer):
             given: Any = self.data_collator  # which evaluations have, whose logits somebody may read
             if self.padded or not isinstance(given, prepared_rows.Collators):  # somebody's own, set since
                 return by_length.sort_steps(super().get_train_dataloader(), self)
-            self.data_collator = replace(given, padded=padding_free.joining(self, given.padded.pad_token_id))
+            self._joins = padding_free.joining(self, given.padded.pad_token_id)
+            self.data_collator = replace(given, padded=self._joins)
             try:
                 return super().get_train_dataloader()
             finally:
@@ -228,7 +231,8 @@ class SFTTrainer(EvaluatingTrainer):
         step the watch observes the gradients."""
         step, last = self.state.global_step + 1, self.accelerator.sync_gradients
         once = super().training_step
-        loss = self._memory.run(model, step, last, inputs, lambda batch: once(model, batch, *args, **kwargs))
+        with padding_free.few_lengths(self._joins, self.model, inputs.get("packed")):
+            loss = self._memory.run(model, step, last, inputs, lambda batch: once(model, batch, *args, **kwargs))
         self._counted.add(inputs)
         if last:
             if self._at_once:
