@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,77 +17,31 @@ from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
-from pronghorn.data.batch import Collator, PackedBatch
+from pronghorn.data.batch import PackedBatch
 from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify_checks import verify
 from pronghorn.diagnose.verify_reference import CRESTS, Passes, Run, perturb
-from pronghorn.diagnose.verify_report import Name, Report
+from pronghorn.diagnose.verify_report import Name
 from pronghorn.diagnose.verify_subject import Subject, rows_of
 from pronghorn.diagnose.verify_subject import subject_of as of_recipe
 from pronghorn.errors import TrainingError
 from pronghorn.export import merge
-from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.lora import add_lora
 from pronghorn.parity.distance import BaselineNoise
 from pronghorn.parity.parameters import trainable
 from pronghorn.precision.loader import StoredTensor
-from support.tiny import DELTA_FAMILIES, FAMILIES, MOE_FAMILIES, tiny_model
-from support.verified import TOKENS, documents, only_cause
+from support.tiny import FAMILIES, MOE_FAMILIES, tiny_model
+from support.verified import TOKENS, documents, only_cause, planted, subjects
 
 
 @pytest.fixture(scope="module")
 def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject]:
-    """A family's tiny model, saved once, with LoRA adapters or whole."""
-    folders: dict[str, Path] = {}
-
-    def make(
-        family: str,
-        full: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        experts: Sequence[str] = (),
-    ) -> Subject:
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM
-
-        if family not in folders:
-            folders[family] = tmp_path_factory.mktemp(family)
-            wide = {"linear_key_head_dim": 16} if family in DELTA_FAMILIES else {}  # the least that Triton multiplies
-            tiny_model(family, **wide).save_pretrained(folders[family])
-
-        def load(folder: Path) -> Any:
-            stock = FAMILY_FACTS[family.partition(" ")[0]].load_attention
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=stock)
-            return model.to(device)
-
-        return Subject(
-            name=family,
-            build=lambda: (
-                load(folders[family]) if full else add_lora(load(folders[family]), r=4, target_parameters=experts)
-            ),
-            attach=attach,
-            collate=Collator(TOKENS, pad_token_id=0),
-            reload=lambda folder: load(folder) if full else PeftModel.from_pretrained(load(folders[family]), folder),
-            rows=rows_of(documents(), TOKENS),
-            row_tokens=TOKENS,
-        )
-
-    return make
+    return subjects(tmp_path_factory.mktemp)
 
 
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-
-
-def planted(subject: Subject, plant: Callable[[Any], object]) -> Report:
-    """The verdict with a defect put into the attached model."""
-
-    def attach_and_plant(model: Any) -> None:
-        attach(model)
-        plant(model)
-
-    return verify(replace(subject, attach=attach_and_plant))
 
 
 @pytest.mark.matrix(3)
@@ -498,7 +452,7 @@ def test_plain_is_asked_again_where_single_numbers_are_off(
         return [first if asked and explained else beyond, *rest]
 
     monkeypatch.setattr(checks, "gradient_distances", off)
-    monkeypatch.setattr(Run, "rounded", lambda run, say: asked.append(run) or rounded(run, say))
+    monkeypatch.setattr(Run, "rounded", lambda run, say, routes=None: asked.append(run) or rounded(run, say, routes))
     report = verify(subject_of("llama"))
     [gradients] = [check for check in report.checks if check.name is Name.GRADIENTS]
     assert len(asked) == 1 and gradients.ok is explained

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -19,12 +20,14 @@ from torch import Tensor
 from pronghorn.device import device_name, versions
 from pronghorn.diagnose.verify_reference import Passes, Run
 from pronghorn.diagnose.verify_report import Cause, Check, Finding, Name, Report
+from pronghorn.diagnose.verify_routing import Guides, References, choices, outputs
 from pronghorn.diagnose.verify_subject import Subject
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export import merge
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.probe import Isolation
 from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
+from pronghorn.parity.expert_outputs import TokenError, compared_outputs
 from pronghorn.parity.visibility import Visibility
 from pronghorn.precision.compute import Compute
 from pronghorn.text import counted
@@ -65,38 +68,53 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         )
     plain_visibility = run.visibility(packed=False)
     in_8_bits = len(run.fp8_products(run.model)) + 2 * len(run.fp8_experts(run.model))
-    plain, exact = run.references(wide, say)
-    unquantised = run.references(wide, say, quantised=False) if in_8_bits else None
+    before = None if run.routed else References.run(run, wide, say, in_8_bits > 0, Guides())
     say("attached")
     subject.attach(run.model)
     run.with_other_weights()
-    ours, again = run.ours(), run.ours()
-    own_loss, packed, alone = run.own_loss(), run.packed_logits(), run.alone_logits()
+    ours, again = run.ours(), run.ours("again")
+    own_loss = run.own_loss()
+    by_token = run.routed and not subject.compute.is_fp8
+    watching: AbstractContextManager[list[TokenError]] = nullcontext([])
+    if by_token:
+        watching = compared_outputs(run.model, wide)
+    with watching as of_experts:
+        packed = run.packed_logits()
+    alone = run.alone_logits()
+    of_products = [products(run.product_distances(), in_8_bits, subject.compute)] if subject.compute.is_fp8 else []
+    sight = isolation(run.isolation()) if run.is_generic else visibility(run.visibility(packed=True), plain_visibility)
+    shift = run.shift() if before is None or not loss(Name.LOSS, own_loss, *before.loss).ok else None
+    paths = run.paths()
+    say("merged, saved and loaded again")
+    guides = Guides.of(run.routes)
+    of_files, saved = merged(run.model), run.reloaded(guides.logits())
+    references = before or References.run(run.anew(), wide, say, in_8_bits > 0, guides)
+    plain, exact = references.gradients
     noise = BaselineNoise.of(plain.gradients, exact.gradients)
     distances = gradient_distances(ours, plain, exact, noise)
     if any(each.rms <= each.rms_limit and not each.maximum <= each.maximum_limit for each in distances):
-        noise = BaselineNoise.of(plain.gradients, exact.gradients, run.rounded(say))
+        noise = BaselineNoise.of(plain.gradients, exact.gradients, references.rounded(say))
         distances = gradient_distances(ours, plain, exact, noise)
     verdicts = [
-        loss(Name.LOSS, own_loss, plain, exact),
+        loss(Name.LOSS, own_loss, *references.loss),
         loss(Name.ACCUMULATED_LOSS, ours.loss, plain, exact),
-        logits(packed, plain, exact),
-        *([products(run.product_distances(), in_8_bits, subject.compute)] if subject.compute.is_fp8 else []),
+        logits(packed, *references.logits),
+        *of_products,
         gradients(distances, len(run.parameters)),
         dead(ours.dead, exact.dead),
         *([] if ours.untrained is None else [experts(ours.untrained, ours.idle)]),
-        packed_or_alone(packed, alone, plain, exact),
-        isolation(run.isolation()) if run.is_generic else visibility(run.visibility(packed=True), plain_visibility),
+        *([choices(references)] if run.routed else []),
+        *([outputs(of_experts)] if by_token else []),
+        packed_or_alone(packed, alone, *references.logits, references.alone[1]),
+        sight,
         twice(ours, again, plain, exact, noise),
-        *([] if unquantised is None else [cosines(ours, *unquantised)]),
+        *([] if references.unquantised is None else [cosines(ours, *references.unquantised)]),
     ]
-    from_first = bool(rows_off(packed, plain, exact)[run.first_tokens].any())
-    findings = list(likely_causes(verdicts, distances, from_first, run))
+    from_first = bool(rows_off(packed, *references.logits)[run.first_tokens].any())
+    findings = list(likely_causes(verdicts, distances, from_first, shift, run.position_dependent))
     if not plain.finite:
         findings = [Finding(Cause.REFERENCE_OVERFLOWS)]
-    paths = run.paths()
-    say("merged, saved and loaded again")
-    of_files = [*merged(run.model), reloaded(*run.reloaded(), plain, exact)]
+    of_files = [*of_files, reloaded(*saved, *references.logits)]
     findings += [check.finding for check in of_files if not check.ok and check.finding]
     return Report(
         name=subject.name,
@@ -185,10 +203,12 @@ def experts(wrong: list[str], idle: int) -> Check:
     return Check(Name.EXPERTS, not wrong, len(wrong), 0, detail, Finding(Cause.EXPERT_NEVER_TRAINS, listed(wrong)))
 
 
-def packed_or_alone(packed: Tensor, alone: tuple[list[int], Tensor], plain: Passes, exact: Passes) -> Check:
+def packed_or_alone(
+    packed: Tensor, alone: tuple[list[int], Tensor], plain: Passes, exact: Passes, exact_alone: Passes
+) -> Check:
     """Compare a document's logits among others and by itself, both through the attached model."""
     rows, logits = alone
-    found = distance("", packed[rows].double() - logits.double() + exact.logits[rows].double(),
+    found = distance("", packed[rows].double() - logits.double() + exact_alone.logits[rows].double(),
                      plain.logits[rows], exact.logits[rows])  # fmt: skip
     same = "bit-equal" if torch.equal(packed[rows], logits) else counted(len(rows), "row")
     return _of_distance(Name.ALONE, found, same)
@@ -292,11 +312,19 @@ def reloaded(logits: Tensor, differ: list[str], plain: Passes, exact: Passes) ->
     return replace(check, ok=check.ok and not differ, detail=detail, finding=Finding(Cause.FILES, detail))
 
 
-def likely_causes(checks: list[Check], distances: list[Distance], from_first: bool, run: Run) -> Iterator[Finding]:
+def likely_causes(
+    checks: list[Check],
+    distances: list[Distance],
+    from_first: bool,
+    shift: int | None,
+    position_dependent: tuple[str, ...],
+) -> Iterator[Finding]:
     """Tell what is likely wrong from which checks fail together.
 
     Args:
         from_first: whether logits are off at the first token of a document, which sees nothing but itself.
+        shift: by how many tokens labels are shifted, where that explains the loss.
+        position_dependent: how the names of tensors begin whose gradients depend on positions.
     """
     failed = {check.name: check.finding for check in checks if not check.ok}
 
@@ -306,19 +334,21 @@ def likely_causes(checks: list[Check], distances: list[Distance], from_first: bo
     yield from told_by(Name.DEAD, Name.EXPERTS, Name.VISIBILITY)
     if Name.VISIBILITY in failed:
         pass  # explains logits and gradients, too
-    elif Name.PRODUCTS in failed:
-        yield from told_by(Name.PRODUCTS)
+    elif failed.keys() & {Name.PRODUCTS, Name.OUTPUTS}:
+        yield from told_by(Name.PRODUCTS, Name.OUTPUTS)
+    elif Name.CHOICES in failed and Name.LOGITS not in failed:  # else later layers' scores are off for another reason
+        yield from told_by(Name.CHOICES)
     elif Name.ALONE in failed:
         yield Finding(Cause.NEIGHBOURS_MATTER)
     elif Name.LOGITS in failed:
         yield Finding(Cause.FORWARD if from_first else Cause.POSITION)
     elif failed.keys() - {Name.COSINE} == {Name.GRADIENTS}:
         off = [tensor.name for tensor in distances if not tensor.excess <= 1]
-        position = all(name.startswith(run.position_dependent) for name in off)
+        position = all(name.startswith(position_dependent) for name in off)
         yield Finding(Cause.POSITION_IN_GRADIENTS) if position else Finding(Cause.BACKWARD, listed(off))
     if Name.LOSS in failed and Name.LOGITS not in failed:
         by_shift = {None: Cause.LOSS, 0: Cause.LABELS_NOT_SHIFTED, 2: Cause.LABELS_SHIFTED_TWICE}
-        yield Finding(by_shift.get(run.shift(), Cause.LOSS))
+        yield Finding(by_shift.get(shift, Cause.LOSS))
     elif Name.ACCUMULATED_LOSS in failed and Name.LOSS not in failed:
         yield Finding(Cause.ACCUMULATION)
     yield from told_by(Name.TWICE, Name.COSINE)

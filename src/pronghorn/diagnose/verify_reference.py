@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate as running_sum
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ from pronghorn.parity.own_code import own_code
 from pronghorn.parity.parameters import canonical, trainable
 from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.parity.quantised_experts import compared_experts, quantised_experts
-from pronghorn.parity.reference import accumulate, kept_gradients, logits_at, upcast_of
+from pronghorn.parity.reference import accumulate, kept_gradients, logits_at, upcast_of, without_dropout
+from pronghorn.parity.routing import Gaps, Guide, Routes, by_document, named_experts, recorded_choices
 from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
 from pronghorn.precision.compute import Compute
 from pronghorn.text import counted
@@ -72,6 +73,8 @@ class Passes:
     is trained."""
     idle: int = 0
     """Experts that saw no token."""
+    gaps: Gaps = field(default_factory=Gaps)
+    """How clear the choices were that routers were given."""
 
     @property
     def finite(self) -> bool:
@@ -96,16 +99,6 @@ def compared_positions(documents: list[Document]) -> list[list[int]]:
     return positions
 
 
-def without_dropout(model: nn.Module) -> None:
-    """Set dropout to 0: two passes with different noise can't be compared."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():  # some families keep the share, and call the function (OPT)
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-
-
 def perturb(model: nn.Module) -> None:
     """Give every LoRA's B that is still zero N(0, 0.01²): A has no gradient while B is zero."""
     generator = torch.Generator().manual_seed(0)
@@ -125,31 +118,36 @@ class Run:
         perturb(self.model)
         self.positions = compared_positions(subject.documents)
         self.parameters: dict[str, Tensor] = trainable(self.model)
+        self.size = sum(p.numel() for p in self.model.parameters())
         self.kept = set(kept_gradients(self.parameters))
         base = base_causal_lm(self.model)
         if getattr(base.config, "output_router_logits", False):  # what is compared is the cross-entropy alone
             base.config.output_router_logits = False
         self.device = base.device
+        self.routed = bool(named_experts(self.model))
+        self.routes: dict[str, Routes] = {}
+        """Of passes of the attached model, by their names."""
         self.probe = min(probe_tokens(base), subject.row_tokens - 2 * NEIGHBOUR)
         self.position_dependent = position_dependent(base)
         self.first_tokens = [t == 0 for document in self.positions for t in document]
 
     def references(
-        self, wide: torch.dtype, say: Callable[[str], None], quantised: bool = True
+        self, wide: torch.dtype, say: Callable[[str], None], quantised: bool = True, routes: Routes | None = None
     ) -> tuple[Passes, Passes]:
         """Run the plain pass and the exact one; the latter in `wide`, without autocast.
 
         Args:
             quantised: in 8 bits what the attached model multiplies so.
+            routes: what routers choose.
         """
         with self._in_8_bits(self.model, quantised), upcast_of(base_causal_lm(self.model)) as upcast:
             apart = "" if quantised else "; without 8 bits"
             say(f"plain transformers and PEFT, one document at a time{apart}")
             with self._autocast():
-                plain = self._documents()
+                plain = self._documents(routes)
             upcast(wide)
             say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer{apart}")
-            return plain, self._documents()
+            return plain, self._documents(routes)
 
     def fp8_products(self, model: Any) -> list[list[nn.Module]]:
         """Return the linears of each product that the attached model computes in 8 bits."""
@@ -191,30 +189,36 @@ class Run:
         lent = handle.layers.lent_codes()
         return of_linears + [one for codes in lent for one in compared_experts(codes, names[codes.module], fast)]
 
-    def _documents(self) -> Passes:
-        subject = self.subject
-        passed = accumulate(self.model, subject.documents, subject.n_labels, self.positions)
+    def _documents(self, routes: Routes | None = None) -> Passes:
+        subject, guide = self.subject, Guide(routes or {})
+        with guide.guiding(self.model):
+            passed = accumulate(self.model, subject.documents, subject.n_labels, self.positions, guide.begin)
         losses = [each.losses for each in passed if each.losses is not None]
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
-        return self._take(losses, torch.cat(losses).double().mean().item(), logits)
+        return replace(self._take(losses, torch.cat(losses).double().mean().item(), logits), gaps=guide.gaps)
 
-    def rounded(self, say: Callable[[str], None]) -> list[dict[str, Tensor]]:
+    def anew(self) -> Run:
+        """Build the model again, with the same weights and nothing attached."""
+        other = Run(self.subject)
+        for name, parameter in other.parameters.items():
+            parameter.data.copy_(self.parameters[name])
+        return other
+
+    def rounded(self, say: Callable[[str], None], routes: Routes | None = None) -> list[dict[str, Tensor]]:
         """Return the gradients of more plain passes, each with the embeddings off by up to one rounding; none of a
         model that is large or has many tensors.
 
         They are of a second model with the same weights, so that this one stays attached.
         """
         passes = min(CRESTS // max(len(self.kept), 1), PASSES)
-        if not passes or sum(p.numel() for p in self.model.parameters()) > SMALL:
+        if not passes or self.size > SMALL:
             return []
         say("plain again, inputs rounded otherwise: single numbers are off")
-        other = Run(self.subject)
-        for name, parameter in other.parameters.items():
-            parameter.data.copy_(self.parameters[name])
+        other = self.anew()
         with other._in_8_bits(other.model), other._autocast():
-            return [other._rounded(seed) for seed in range(passes)]
+            return [other._rounded(seed, routes) for seed in range(passes)]
 
-    def _rounded(self, seed: int) -> dict[str, Tensor]:
+    def _rounded(self, seed: int, routes: Routes | None) -> dict[str, Tensor]:
         """Return the gradients of a pass whose embeddings are multiplied by 1 ± up to the dtype's spacing."""
         draw = torch.Generator(self.device).manual_seed(seed)
 
@@ -223,7 +227,7 @@ class Run:
             return (embedded.double() * (1 + signs * torch.finfo(embedded.dtype).eps)).to(embedded.dtype)
 
         with after_forward([base_causal_lm(self.model).get_input_embeddings()], round_again):
-            return self._documents().gradients
+            return self._documents(routes).gradients
 
     def paths(self) -> list[PathTaken]:
         """Tell which way the parts of the attached model's step went, and why."""
@@ -244,13 +248,23 @@ class Run:
         for parameter in trained:
             parameter.grad = None
 
-    def ours(self) -> Passes:
+    @contextmanager
+    def _recording(self, name: str, numbers: Sequence[int], batch: dict[str, Any]) -> Iterator[None]:
+        """Keep which experts the tokens of these documents go to in a forward of the attached model."""
+        with recorded_choices(self.model) as seen:
+            yield
+        lengths = {number: len(self.subject.documents[number]) for number in numbers}
+        found = by_document(seen, lengths, batch["input_ids"].shape[1], batch["packed"].loss_rows)
+        for module, documents in found.items():
+            self.routes.setdefault(name, {}).setdefault(module, {}).update(documents)
+
+    def ours(self, name: str = "ours") -> Passes:
         """Run the accumulated batch: every row's loss over the labels of all rows, as the trainer does."""
         total = 0.0
         items = torch.tensor(self.subject.n_labels, device=self.device)
         with count_tokens(self.model) as routed:
-            for batch in self._batches():
-                with self._autocast():
+            for numbers, batch in self._batches():
+                with self._autocast(), self._recording(name, numbers, batch):
                     loss = self.model(**batch, use_cache=False, num_items_in_batch=items).loss
                 loss.backward()
                 total += loss.item()
@@ -277,19 +291,15 @@ class Run:
     def own_loss(self) -> float:
         """Return the rows' own mean losses, weighed by their labels."""
         total = 0.0
-        for row, batch in zip(self.subject.rows, self._batches(), strict=True):
-            labels = sum(document.supervised for document in row)
-            with self._autocast():
+        for numbers, batch in self._batches():
+            labels = sum(self.subject.documents[number].supervised for number in numbers)
+            with self._autocast(), self._recording("loss", numbers, batch):
                 total += self.model(**batch, use_cache=False).loss.item() * labels if labels else 0.0
         return total / self.subject.n_labels
 
     def packed_logits(self) -> Tensor:
         """Return the compared logits [R, V] of the packed rows."""
-        logits, number = [], 0
-        for row in self.subject.rows:
-            logits.append(self._logits(row, self.positions[number : number + len(row)]))
-            number += len(row)
-        return torch.cat(logits)
+        return torch.cat([self._logits(numbers, "logits") for numbers in self._numbers()])
 
     def alone_logits(self) -> tuple[list[int], Tensor]:
         """Return the logits of some documents, each alone in its row, and their rows in `packed_logits`."""
@@ -298,15 +308,17 @@ class Run:
         some = [n for n in range(len(documents)) if self.positions[n]]
         some = some[:: -(-len(some) // ALONE)]
         rows = [row for n in some for row in range(starts[n], starts[n + 1])]
-        return rows, torch.cat([self._logits([documents[n]], [self.positions[n]]) for n in some])
+        return rows, torch.cat([self._logits([n], "alone") for n in some])
 
     @torch.no_grad()
-    def _logits(self, row: list[Document], positions: list[list[int]]) -> Tensor:
+    def _logits(self, numbers: Sequence[int], name: str, positions: list[list[int]] | None = None) -> Tensor:
+        row = [self.subject.documents[number] for number in numbers]
+        positions = positions or [self.positions[number] for number in numbers]
         starts = [0, *running_sum(map(len, row))]
         keep = [start + t for start, ts in zip(starts, positions, strict=False) for t in ts]
         batch = self._batch(row)
         del batch["labels"]
-        with self._autocast():
+        with self._autocast(), self._recording(name, numbers, batch):
             return logits_at(self.model, torch.tensor(keep, device=self.device), **batch).cpu()
 
     def visibility(self, packed: bool) -> list[Visibility]:
@@ -328,12 +340,16 @@ class Run:
     @torch.no_grad()
     def shift(self) -> int | None:
         """Tell by how many tokens labels are shifted, by the loss of one document; None where no shift explains it."""
-        document = min((d for d in self.subject.documents if d.supervised > 1), key=len, default=None)
-        if document is None:
+        documents = self.subject.documents
+        number = min(
+            (n for n, d in enumerate(documents) if d.supervised > 1), key=lambda n: len(documents[n]), default=-1
+        )
+        if number < 0:
             return None
+        document = documents[number]
         labels = torch.tensor([*document.labels, *[IGNORE_INDEX] * 2])
         predicting = (labels[1:-2] != IGNORE_INDEX).nonzero().flatten()
-        logits = self._logits([document], [predicting.tolist()]).float()
+        logits = self._logits([number], "shift", [predicting.tolist()]).float()
         with self._autocast():
             loss = self.model(**self._batch([document]), use_cache=False).loss.item()
         for shift in (1, 0, 2):
@@ -342,14 +358,14 @@ class Run:
                 return shift
         return None
 
-    def reloaded(self) -> tuple[Tensor, list[str]]:
+    def reloaded(self, routes: Routes | None = None) -> tuple[Tensor, list[str]]:
         """Save as users do, let go of the model and load what was saved: its logits, and the tensors that differ."""
         trained = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
         with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:
             folder = Path(scratch) / "saved"
             with whole_folder(folder) as writing:  # a full disk is told
                 self.model.save_pretrained(writing)
-            self.model, self.parameters = None, {}
+            self.model, self.parameters = None, trained
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -357,13 +373,20 @@ class Run:
         without_dropout(again)
         there = {canonical(name): p for name, p in again.named_parameters()}
         differ = [n for n, p in trained.items() if n not in there or not torch.equal(there[n].detach().cpu(), p)]
-        with torch.no_grad(), self._autocast(), own_code(again), self._in_8_bits(again):
-            passed = accumulate(again, self.subject.documents, self.subject.n_labels, self.positions)
+        guide = Guide(routes or {})
+        with torch.no_grad(), self._autocast(), own_code(again), self._in_8_bits(again), guide.guiding(again):
+            passed = accumulate(again, self.subject.documents, self.subject.n_labels, self.positions, guide.begin)
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
         return logits, differ
 
-    def _batches(self) -> Iterator[dict[str, Any]]:
-        return (self._batch(row) for row in self.subject.rows)
+    def _numbers(self) -> list[range]:
+        """List the documents of each row."""
+        ends = list(running_sum(map(len, self.subject.rows)))
+        return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def _batches(self) -> Iterator[tuple[range, dict[str, Any]]]:
+        """Yield the documents and the batch of each row."""
+        return ((numbers, self._batch(row)) for numbers, row in zip(self._numbers(), self.subject.rows, strict=True))
 
     def _batch(self, row: list[Document]) -> dict[str, Any]:
         columns = {

@@ -32,6 +32,8 @@ class Name(StrEnum):
     GRADIENTS = "gradients"
     DEAD = "no dead gradient"
     EXPERTS = "experts train"
+    CHOICES = "experts chosen"
+    OUTPUTS = "experts by token"
     ALONE = "packed as alone"
     VISIBILITY = "sight"
     TWICE = "same twice"
@@ -48,6 +50,8 @@ class Cause(Enum):
     )
     NO_GRADIENT = "adapter or weight that gets no gradient: {}"
     EXPERT_NEVER_TRAINS = "an expert that never trains: {}"
+    WRONG_EXPERT = "tokens that go to the wrong expert: {}"
+    EXPERT_OUTPUT = "what experts give to a token: {}"
     MASK_LEAKS = "leaking mask: {}"
     MASK_OR_WINDOW = "causal mask or sliding window: {}"
     NEIGHBOURS_MATTER = "leaking mask: a document's logits depend on its neighbours"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pronghorn.models.experts import expert_modules
+from pronghorn.models.experts import expert_modules, index_of
 from pronghorn.models.passes import after_forward
 
 
@@ -66,7 +66,7 @@ def count_tokens(model: nn.Module) -> Iterator[RoutedTokens]:
     routed = RoutedTokens(model)
 
     def watch(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], out: Tensor) -> None:
-        index = keywords.get("top_k_index", keywords.get("router_indices", (*arguments, None, None)[1]))
+        index = index_of(arguments, keywords)
 
         def count(gradient: Tensor) -> None:
             counts = torch.bincount(index[(gradient != 0).any(-1)].flatten(), minlength=module.num_experts).cpu()

@@ -137,6 +137,12 @@ def expert_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in gated if all(hasattr(module, mark) for mark in marks))
 
 
+def index_of(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+    """Return the indices [T, K] that an experts module was called with."""
+    index: Tensor = keywords.get("top_k_index", keywords.get("router_indices", (*arguments, None, None)[1]))
+    return index
+
+
 def weight_names(model: nn.Module) -> list[str]:
     """List the parameters that an adapter can be put on, as PEFT's `target_parameters` match them."""
     modules = set(expert_modules(model))

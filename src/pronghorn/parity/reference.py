@@ -150,6 +150,16 @@ def _weighs(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def without_dropout(model: nn.Module) -> None:
+    """Set dropout to 0: two passes with different noise can't be compared."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():  # some families keep the share, and call the function (OPT)
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
 @dataclass(frozen=True)
 class Passed:
     """What one document came to."""
@@ -170,12 +180,17 @@ def logits_at(model: Any, rows: Tensor, **batch: Any) -> Tensor:
 
 
 def accumulate(
-    model: Any, documents: Sequence[Document], n_labels: int, keep: Sequence[Sequence[int]] | None = None
+    model: Any,
+    documents: Sequence[Document],
+    n_labels: int,
+    keep: Sequence[Sequence[int]] | None = None,
+    begin: Callable[[int], None] = lambda number: None,
 ) -> list[Passed]:
     """Accumulate the gradient of the mean loss over `n_labels`, one document at a time; without autograd only look.
 
     Args:
         keep: for each document the positions whose logits are kept.
+        begin: is told which document comes.
     """
     passed = []
     for number, document in enumerate(documents):
@@ -185,6 +200,7 @@ def accumulate(
         if not len(predicting) and not kept:
             passed.append(Passed(None, None))
             continue
+        begin(number)
         ids = torch.tensor(document.input_ids, device=model.device)
         rows = torch.cat([predicting, torch.tensor(kept, dtype=torch.int64, device=model.device)])
         logits = logits_at(model, rows, input_ids=ids[None])
