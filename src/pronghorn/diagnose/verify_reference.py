@@ -231,8 +231,7 @@ class Run:
 
     def paths(self) -> list[PathTaken]:
         """Tell which way the parts of the attached model's step went, and why."""
-        handle = attached(self.model)
-        return [] if handle is None else handle.paths(self.subject.autocast)
+        return [] if (handle := attached(self.model)) is None else handle.paths(self.subject.autocast)
 
     def with_other_weights(self) -> None:
         """Run a row forward and backward with every trained weight times −2, and take that back, in place as an

@@ -122,7 +122,9 @@ class Guide:
         self.gaps.unguided |= self.routes.keys() - set(names.values())
         with ExitStack() as undo:
             for module, name in names.items():
-                parent = base.get_submodule(name.rpartition(".")[0])
+                parent: Any = base.get_submodule(name.rpartition(".")[0])
+                if hasattr(parent, "self_attn"):  # experts beside an MLP: the layer itself is their parent
+                    parent = parent.router
                 if name in self.routes and "forward" not in vars(parent):
                     parent.forward = partial(self._forward, parent, name, int(module.num_experts))  # type: ignore[arg-type]
                     undo.callback(vars(parent).pop, "forward")
