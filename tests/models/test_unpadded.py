@@ -200,6 +200,10 @@ def test_only_forwards_that_a_graph_may_serve_have_few_lengths(monkeypatch: pyte
     assert tokens(nullcontext()) == 576, "its predecessor's backward comes later"
     del before
     assert tokens(nullcontext()) == 640
+    for limit, count in ((136, 640), (135, 576)):
+        monkeypatch.setattr(graphs, "_longest", lambda limit=limit: limit)
+        assert tokens(nullcontext()) == count
+    monkeypatch.undo()
     graphs.paused = True
     assert tokens(nullcontext()) == 576
 

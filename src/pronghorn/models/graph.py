@@ -98,12 +98,17 @@ class BackboneGraphs:
         """Whether a replayed forward's backward may still come."""
         return self.waits is not None and self.waits() is not None
 
-    @property
-    def may_serve(self) -> bool:
-        """Whether a graph may serve the forward that begins. Not under hooks on saved tensors, whatever the forward
-        before had: checkpointing around a model wants the same tokens once more in the backward."""
+    def may_serve(self, longest: int) -> bool:
+        """Tell whether a graph may serve the forward that begins, of documents of so many tokens at most. Not under
+        hooks on saved tensors, whatever the forward before had: checkpointing around a model wants the same tokens
+        once more in the backward."""
         served = self.replayed and is_training(self._backbone) and not hooks_saved_tensors()
-        return served and not self.paused and not self.waiting
+        return served and not (self.paused or self.waiting or self._is_long(longest))
+
+    def _is_long(self, document: int) -> bool:
+        """Tell whether a document of so many tokens leaves the tiles: its length is the host's there, not data."""
+        longest = self._longest()
+        return longest is not None and document >= longest
 
     @property
     def state(self) -> tuple[str, str]:
@@ -140,8 +145,7 @@ class BackboneGraphs:
             self._fingerprint = fingerprint
         if self._refused is not None or embeds.requires_grad or not (self._benefit is None or self._benefit.wanted):
             return None
-        longest = self._longest()
-        if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
+        if self._is_long(max(packed.lengths)):
             return None
         if self.waiting:  # a replay would overwrite what its backward reads
             return None
