@@ -25,6 +25,8 @@ from pronghorn.errors import ConfigError, DataError
 MANIFEST = "manifest.json"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Of a disk, or a quota, that is full."""
+_NO_ROOM = (*map(os.strerror, FULL), "Not enough disk space")
+"""What libraries of Rust, and `datasets`, say of one."""
 _HELD = "held"
 """The file in a temporary folder that its process locks, so that what a dead one left is known."""
 _TEMPORARY = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
@@ -182,6 +184,15 @@ def clear_leftovers(folder: Path, is_whole: Callable[[Path], bool] | None = None
 def is_temporary(path: Path) -> bool:
     """Tell whether a path has the name of a file or folder that was being written or deleted."""
     return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Tell whether a full disk, or a quota, raised an error or one that it comes from."""
+    while error is not None:
+        if getattr(error, "errno", None) in FULL or any(text in str(error) for text in _NO_ROOM):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def remedy_of(error: OSError, otherwise: str) -> str:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.errors import ConfigError
+from pronghorn.config import Source
+from pronghorn.data.sources import fingerprint
+from pronghorn.errors import ConfigError, DataError
+from pronghorn.models.load import find_model
 from pronghorn.train.page import check_writable, write_text
 
 AXOLOTL = "base_model: a/b\nsequence_len: 64\nadapter: lora\ndatasets:\n  - {path: a.jsonl, type: alpaca}\n"
@@ -83,3 +91,32 @@ def test_pages_name_the_remedy_of_their_error(tmp_path: Path, monkeypatch: pytes
         assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="in a folder that you may write to"):
         check_writable(Path("/proc/pronghorn/a.html"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Data processing error: I/O error: No space left on device (os error 28)"),
+        OSError("Not enough disk space. Needed: 2.00 GiB"),
+    ],
+)
+@pytest.mark.parametrize("part", ["configuration", "tokenizer", "weights", "data"])
+def test_a_disk_without_room_for_a_download(
+    monkeypatch: pytest.MonkeyPatch, stories: Path, part: str, error: Any
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    name = "owner/name"
+    found = replace(find_model(str(stories), max_seq_length=64), name=name)
+    calls: dict[str, tuple[Any, str, Callable[[], Any]]] = {
+        "configuration": (PretrainedConfig, "get_config_dict", lambda: find_model(name, max_seq_length=64)),
+        "tokenizer": (AutoTokenizer, "from_pretrained", found.tokenizer),
+        "weights": (AutoModelForCausalLM, "from_pretrained", lambda: found.model(torch.float32, torch.device("cpu"))),
+        "data": (datasets, "load_dataset", lambda: fingerprint(Source(path=Path(name)))),
+    }
+    holder, function, call = calls[part]
+    monkeypatch.setattr(holder, function, fail)
+    with pytest.raises(DataError, match=r"the disk of .* is full, where owner/name is downloaded to: free some space"):
+        call()

@@ -15,7 +15,7 @@ from pronghorn.cli.console import Console
 from pronghorn.cli.processes import leave_error
 from pronghorn.environment import check_distributed
 from pronghorn.errors import PronghornError, RunStopped
-from pronghorn.state import FULL
+from pronghorn.state import is_full
 from pronghorn.text import clip
 
 INTERRUPTED = 130
@@ -73,6 +73,8 @@ def plain_errors(debug: bool) -> Iterator[None]:
 
 def _short_of(error: BaseException | None) -> str | None:
     """Return what the machine had too little of, if that raised the error or one before it."""
+    if is_full(error):
+        return DISK
     while error is not None:
         if "can't start new thread" in str(error):
             return THREADS
@@ -82,8 +84,6 @@ def _short_of(error: BaseException | None) -> str | None:
             or any(text in str(error) for text in _NO_ROOM)
         ):
             return MEMORY
-        if isinstance(error, OSError) and error.errno in FULL:
-            return DISK
         if isinstance(error, RuntimeError):
             from pronghorn.device import is_out_of_memory
 

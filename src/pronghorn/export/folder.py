@@ -90,9 +90,8 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
     torch's and numpy's say no more than that a file isn't whole."""
     if isinstance(error, PronghornError):
         return False
-    number = getattr(error, "errno", None)
-    if number in state.FULL or any(os.strerror(full) in str(error) for full in state.FULL):
+    if state.is_full(error):
         return True
     made = next(path for path in (folder, *folder.absolute().parents) if path.exists())  # it may not have come so far
-    tells_nothing = isinstance(error, RuntimeError) or (isinstance(error, OSError) and number is None)
+    tells_nothing = isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno is None)
     return tells_nothing and shutil.disk_usage(made).free < 2**20
