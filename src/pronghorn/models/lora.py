@@ -102,7 +102,8 @@ def add_lora(
         raise ConfigError(f"bias = {bias!r} is unknown", "use 'none', 'all' or 'lora_only'")
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            "the model already has an adapter", "train that adapter on, or load the base model without it"
+            "the model already has an adapter",
+            "leave this call out (a notebook's cell that runs twice) and train that adapter on, or load the base anew",
         )
     check_subject(model)
     if r < 1:
