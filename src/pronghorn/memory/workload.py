@@ -78,6 +78,10 @@ class TrainSetup:
     """Whether 8-bit codes of weights in 16 bits are kept or written out; `auto`: as a plan chooses, kept until then."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
+    dropout: bool = False
+    """Adapters have dropout before them, which isn't fused."""
+    dora: bool = False
+    """Adapters are DoRA's, which aren't fused."""
     trained_whole: int = 0
     """Parameters of modules_to_save."""
     graph: bool = False
@@ -158,7 +162,9 @@ class TrainSetup:
 
     def adapters(self, layer: LayerSpec) -> int:
         """Count the elements of a layer's adapters."""
-        found = sum(self.rank(linear.path) * (linear.out + linear.inputs) for linear in layer.linears)
+        adapted = [linear for linear in layer.linears if self.rank(linear.path)]
+        found = sum(self.rank(linear.path) * (linear.out + linear.inputs) for linear in adapted)
+        found += sum(linear.out for linear in adapted) if self.dora else 0
         if layer.experts:
             found += layer.experts.count * self.expert_rank * (2 * layer.hidden + 3 * layer.experts.width)
         return found

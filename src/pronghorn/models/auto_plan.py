@@ -19,7 +19,7 @@ from pronghorn.families.spec import Attention, Experts, ExpertsBeside, GatedDelt
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers
-from pronghorn.layers.linears import adapter_of, base_of
+from pronghorn.layers.linears import active_adapters, adapter_of, base_of
 from pronghorn.memory.devices import DeviceSpec, device_spec
 from pronghorn.memory.estimate import CONTEXT_BYTES, Method, ModelDims, TrainSetup
 from pronghorn.memory.plan import Plan, Policy
@@ -157,6 +157,7 @@ def setup_of(
             ranks[path] = max(ranks.get(path, 0), 0 if adapter is None else adapter.a.shape[0])
     linears = [x for layer in base.base_model.layers for x in linear_modules(family, layer).values()]
     weights = [base_of(linear).weight for linear in linears]
+    adapted = [(linear, name) for linear in linears for name in active_adapters(linear)]
     # bitsandbytes keeps 4 bits as bytes; a packed weight has the dtype of the dense one
     packed, first = [weight for weight in weights if isinstance(weight, PackedTensor)], weights[0]
     own_codes = bool(packed) and all(map(has_own_codes, packed))
@@ -192,6 +193,8 @@ def setup_of(
         own_codes=own_codes,
         codes="kept" if layers is None or handle is None or not chooses_codes(layers) else handle.options.codes,
         fused=fused,
+        dropout=any(type(linear.lora_dropout[name]) is not nn.Identity for linear, name in adapted),
+        dora=any(name in linear.lora_variant for linear, name in adapted),
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,
