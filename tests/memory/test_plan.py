@@ -288,6 +288,43 @@ def test_biases_adapters_and_trained_modules_are_counted() -> None:
     assert resting["gradients"] == 4 * trained and resting["optimizer"] == 8 * trained
 
 
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"layers_to_transform": [2]},
+        {"r": 2, "rank_pattern": {r"layers\.0\..*": 64}},
+        {"target_modules": [*EVERY, "lm_head", "embed_tokens"]},
+    ],
+    ids=["some layers", "ranks by layer", "head"],
+)
+def test_adapters_are_counted_that_are_there(lora: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(task_type="CAUSAL_LM", **{"r": RANK, "target_modules": EVERY, **lora})
+    model = get_peft_model(tiny_model("llama"), config)
+    dims, work = dims_of(model), setup_of(model, TOKENS)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    resting = resting_bytes(dims, replace(work, fused=False))
+    assert resting["gradients"] == resting["adapters"] == pytest.approx(4 * trained, rel=1e-3)
+    half = replace(work, ranks={path: rank // 2 for path, rank in (work.ranks or {}).items()}, fused=False)
+    assert resting_bytes(dims, half)["gradients"] == pytest.approx(2 * trained, rel=1e-3)
+
+
+@pytest.mark.parametrize("frozen", ["layers.0.", "layers.2.", "embed_tokens", "lm_head"])
+def test_what_is_frozen_in_full_fine_tuning_has_a_weight_but_no_gradient(frozen: str) -> None:
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    dims, work = dims_of(model), setup_of(model, TOKENS, torch.bfloat16)
+    resting = resting_bytes(dims, work)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert work.method == "full" and resting["weights"] == 4 * dims.parameters
+    assert resting["gradients"] == 4 * trained and resting["optimizer"] == 8 * trained
+
+
 def test_nf4_takes_what_bitsandbytes_stores() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     dims = dims_of(tiny_model("llama", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64))

@@ -81,10 +81,12 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         for group in (group for block in layer.blocks if not isinstance(block, ExpertsSpec) for group in block.groups):
             widths = group[0].inputs + sum(linear.out for linear in group)
             copies += count * b * widths * sum(setup.rank(linear.path) for linear in group)
-    trained = (4 * p if full else setup.adapter_itemsize * adapters) + b * setup.trained_whole
+    copies = int(copies * min(setup.trained_share, 1.0))
+    elements = round(p * setup.trained_share) if full else adapters
+    trained = (4 if full else setup.adapter_itemsize) * elements + b * setup.trained_whole
     states = setup.optimizer_bytes
     if states is None:
-        states = 8 * ((p if full else adapters) + setup.trained_whole)
+        states = 8 * (elements + setup.trained_whole)
     rotary = sum({layer.attention.head_dim for layer in dims.kinds if layer.attention})
     # layers' inputs; where their norms are trained, those are float32 and kept with what they were made from
     own = [layer.per_layer_input.width for layer in dims.layers if layer.per_layer_input]
@@ -299,7 +301,7 @@ class MemoryModel:
         if holds_parts_of_gradients(setup):  # what a layer's backward makes goes into parts, then
             layer_grads = [4 * layer.parameters for layer in dims.layers]
         elif not setup.accumulates:  # each layer's share, from the last on
-            grads = resting.pop("gradients") - tables * table
+            grads = max(resting.pop("gradients") - tables * table, 0)
             upto = list(accumulate(setup.trained(layer) for layer in reversed(dims.layers)))
             layer_grads = [grads * elements // max(upto[-1], 1) for elements in reversed(upto)]
         ends = table, (3 - tables) * table if setup.accumulates else 2 * table

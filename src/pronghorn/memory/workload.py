@@ -78,6 +78,9 @@ class TrainSetup:
     """Whether 8-bit codes of weights in 16 bits are kept or written out; `auto`: as a plan chooses, kept until then."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
+    trained_share: float = 1.0
+    """Adapters' elements against what `ranks` say of all layers: some may have none, or another rank, and the head some
+    besides. In full fine-tuning the share of weights that aren't frozen."""
     dropout: bool = False
     """Adapters have dropout before them, which isn't fused."""
     dora: bool = False
@@ -167,7 +170,7 @@ class TrainSetup:
         found += sum(linear.out for linear in adapted) if self.dora else 0
         if layer.experts:
             found += layer.experts.count * self.expert_rank * (2 * layer.hidden + 3 * layer.experts.width)
-        return found
+        return found if self.trained_share == 1 else round(self.trained_share * found)
 
     def trained(self, layer: LayerSpec) -> int:
         """Count the elements of a layer that are trained."""

@@ -162,7 +162,8 @@ def setup_of(
     packed, first = [weight for weight in weights if isinstance(weight, PackedTensor)], weights[0]
     own_codes = bool(packed) and all(map(has_own_codes, packed))
     quantised = not first.dtype.is_floating_point
-    method: Method = "full" if first.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
+    full = any(weight.requires_grad for weight in weights) and not any(ranks.values())
+    method: Method = "full" if full else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
     distributed = processes() > 1
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
@@ -179,7 +180,7 @@ def setup_of(
     shared = sharded(base)
     parts = shared is not None and method == "full"
     adapters = (p.element_size() for name, p in base.named_parameters() if p.requires_grad and "lora_" in name)
-    return TrainSetup(
+    setup = TrainSetup(
         tokens=tokens,
         method=method,
         ranks=ranks,
@@ -206,6 +207,11 @@ def setup_of(
         processes=1 if shared is None else shared.processes,
         copy_trained=parts and shared is not None and bool(shared.mapped_bytes),
     )
+    trained = sum(p.numel() for name, p in base.named_parameters() if p.requires_grad and (full or "lora_" in name))
+    expected = sum(setup.trained(layer_spec(family, layer)) for layer in base.base_model.layers)
+    if full:
+        expected = sum(parameter.numel() for parameter in base.parameters())
+    return replace(setup, trained_share=trained / expected) if expected else setup
 
 
 def trained_tensors(model: Any) -> list[TrainedTensor]:
