@@ -995,6 +995,24 @@ def test_no_room_to_measure_is_said_and_survived(
     assert "no memory to time a layer in" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["norm"], "use_dora": True},
+        {"lora_dropout": 0.1, "rank_pattern": {"q_proj": 9}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_training_counts_what_was_planned_without_weights(lora: dict[str, Any], tied: bool) -> None:
+    loaded = tiny_model("llama", tie_word_embeddings=tied)
+    models = loaded, skeleton(loaded.config)
+    setups = [setup_of(add_lora(model, r=RANK, **lora), TOKENS) for model in models]
+    assert setups[0] == setups[1] and setups[0].method == "lora"
+
+
 @pytest.mark.gpu
 def test_plan_for_measures_and_leaves_the_model_alone() -> None:
     model = add_lora(tiny_model("llama").to("cuda", torch.bfloat16), r=RANK)
