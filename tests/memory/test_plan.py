@@ -200,18 +200,25 @@ def test_layers_of_gated_delta_nets_and_gated_attention_save_what_the_formula_sa
 
 
 @pytest.mark.parametrize(
-    ("family", "autocast"),
-    [(name, torch.bfloat16) for name in ("llama", "gemma3_text", "phi3", "olmo2", "granite")] + [("llama", None)],
+    ("family", "dtype", "autocast"),
+    [
+        *((name, torch.float32, torch.bfloat16) for name in ("llama", "gemma3_text", "phi3", "olmo2", "granite")),
+        ("llama", torch.float32, None),
+        *((name, torch.bfloat16, None) for name in ("llama", "gemma3_text", "olmo2")),
+    ],
 )
-def test_full_fine_tuning_saves_what_the_formula_says(family: str, autocast: torch.dtype | None) -> None:
-    """float32 masters under bf16 autocast, weights' copies with them; in float32 there are no copies."""
+def test_full_fine_tuning_saves_what_the_formula_says(
+    family: str, dtype: torch.dtype, autocast: torch.dtype | None
+) -> None:
+    """float32 masters under bf16 autocast, weights' copies with them; without autocast there are no copies."""
     found = []
     for count in (2, 3):
-        model = tiny_model(family, num_hidden_layers=count)
+        model = tiny_model(family, num_hidden_layers=count).to(dtype)
         attach(model, layers="fused")
         found.append(saved_bytes(model, PackedBatch.build([TOKENS], tokens=TOKENS), autocast))
     dims, work = dims_of(model), setup_of(model, TOKENS, autocast)
-    assert work.method == "full"
+    resting, size = resting_bytes(dims, work), sum(parameter.nbytes for parameter in model.parameters())
+    assert work.method == "full" and resting["weights"] == resting["gradients"] == size
     expected = stored_bytes(dims.layers[0], replace(work, fused=True))[Policy.KEEP]
     assert found[1] - found[0] == expected - 4 * TOKENS * dims.layers[0].attention.heads
 
@@ -541,6 +548,15 @@ def test_smaller_adapters_keep_the_optimiser_that_is_asked_for() -> None:
             plan(dims, TrainSetup(8192, ranks=dict.fromkeys(paths, rank), optimizer_bytes=0), gpu, 3 * GIB)
         told += re.findall(pattern, str(refused.value))
     assert len(told) == 2 and told[0] == told[1]
+
+
+def test_lora_is_advised_with_adapters_on_all_layers_whatever_is_frozen() -> None:
+    dims, gpu, told = dims_of(skeleton(config_of("Llama-3.2-1B"))), device_spec("rtx4090"), set()
+    for share in (1.0, 0.1):
+        with pytest.raises(PlanDoesNotFit) as refused:
+            plan(dims, TrainSetup(8192, "full", trained_share=share), gpu, 3 * GIB)
+        told |= set(re.findall(r"adapter\.method: lora needs ([0-9.]+) GiB", refused.value.remedy))
+    assert len(told) == 1
 
 
 def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> None:

@@ -25,13 +25,20 @@ UNUSUAL = {
 }
 
 
-def more_of_a_layer(family: str, padded: bool, dtype: torch.dtype, lora: dict[str, Any] | None, **changes: Any) -> Any:
+def more_of_a_layer(
+    family: str,
+    padded: bool,
+    dtype: torch.dtype,
+    lora: dict[str, Any] | None,
+    masters: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Any:
     """Return the bytes that a third layer saves, the layer and the work; without `lora` all weights are trained."""
     found, autocast = [], None
     for count in (2, 3):
         model = tiny_model(family, num_hidden_layers=count, **changes)
         if lora is None:
-            autocast = dtype if dtype is torch.bfloat16 else None
+            model, autocast = model.to(masters), dtype if dtype is not masters else None
         else:
             model = add_lora(model.to(dtype), r=RANK, **lora)
         found.append(saved_bytes(model, None, autocast, padded))
@@ -41,16 +48,20 @@ def more_of_a_layer(family: str, padded: bool, dtype: torch.dtype, lora: dict[st
 
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("masters", "dtype"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+    ids=["fp32", "autocast", "bf16"],
+)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("llama", {}), ("llama", UNUSUAL), ("qwen3", {}), ("qwen3", UNUSUAL), ("olmo2", {}), ("granite", {})],
     ids=["llama", "llama of one key head", "qwen3", "qwen3 of one key head", "olmo2", "granite"],
 )
 def test_a_layer_that_is_trained_whole_saves_products_inputs(
-    family: str, changes: dict[str, Any], dtype: torch.dtype, padded: bool
+    family: str, changes: dict[str, Any], masters: torch.dtype, dtype: torch.dtype, padded: bool
 ) -> None:
-    saved, layer, work = more_of_a_layer(family, padded, dtype, None, **changes)
+    saved, layer, work = more_of_a_layer(family, padded, dtype, None, masters, **changes)
     assert work.method == "full" and not work.fused
     assert saved == stored_bytes(layer, work)[Policy.KEEP]
 

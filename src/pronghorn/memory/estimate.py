@@ -57,7 +57,7 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     """Count what is on the device all the time, by kind; gradients too, as from the second micro-batch on."""
     p, b, full = dims.parameters, setup.itemsize, setup.method == "full"
     linear = sum(layer.linear_weights for layer in dims.layers)
-    weights = p * (4 if full else b)
+    weights = p * (setup.master_bytes if full else b)
     if setup.method == "qlora":
         weights = (p - linear) * b + int(linear * NF4_BYTES)
     if setup.expert_bytes is not None:
@@ -83,7 +83,7 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
             copies += count * b * widths * sum(setup.rank(linear.path) for linear in group)
     copies = int(copies * min(setup.trained_share, 1.0))
     elements = round(p * setup.trained_share) if full else adapters
-    trained = (4 if full else setup.adapter_itemsize) * elements + b * setup.trained_whole
+    trained = (setup.master_bytes if full else setup.adapter_itemsize) * elements + b * setup.trained_whole
     states = setup.optimizer_bytes
     if states is None:
         states = 8 * (elements + setup.trained_whole)
@@ -182,9 +182,8 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
         token += _shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
     # of float32 masters, until the backward; of experts they are made for each product, of shared ones gathered
-    narrowed = setup.method == "full" and b < 4
-    copies = b * layer.linear_weights if narrowed and setup.processes == 1 else 0
-    if experts and narrowed:  # and of the router's, with what it is given
+    copies = b * layer.linear_weights if setup.narrows and setup.processes == 1 else 0
+    if experts and setup.narrows:  # and of the router's, with what it is given
         token, copies = token + b * layer.hidden, copies + b * layer.hidden * experts.count
     mixers = sum(_mixer_bytes(block, setup) for block in layer.blocks)
     return setup.tokens * token + mixers + copies + _given_bytes(layer, setup)
@@ -216,7 +215,7 @@ def _shared_bytes(experts: ExpertsSpec, hidden: int, setup: TrainSetup) -> int:
     ranks = sum(setup.rank(linear.path) for linear in (*gate_up, down))
     token = b * (3 * experts.shared + (hidden + 1) * experts.gated_shared) + (4 - b) * ranks
     if setup.method == "full":  # in 16 bits each product has a copy of what it is given
-        return token + b * experts.shared + (b * hidden * (2 + experts.gated_shared) if b < 4 else 0)
+        return token + b * experts.shared + b * hidden * (2 + experts.gated_shared) * setup.narrows
     inputs = sum(linear.inputs for linear in gate_up if setup.rank(linear.path)) if b < 4 else 0
     return token + 4 * (inputs + (down.inputs if setup.rank(down.path) else 0))
 
@@ -257,7 +256,8 @@ def head_bytes(dims: ModelDims, setup: TrainSetup) -> int:
     logits = rows * setup.itemsize if not setup.padded else setup.tokens * 12
     states = setup.tokens * dims.hidden * (2 * setup.stream_bytes + 2 * setup.itemsize)
     # dW in float32, and either its chunk's and W's copy or, in 16 bits, its scaled ones
-    trained = 8 if setup.method == "full" else 10 if setup.trained_whole >= table else 0
+    scaled = 10 if setup.stream_bytes == setup.itemsize == 2 else 8
+    trained = scaled if setup.method == "full" else 10 if setup.trained_whole >= table else 0
     return states + logits * dims.vocab + trained * table
 
 
@@ -296,7 +296,8 @@ class MemoryModel:
         graphed = sum(layer.stored.get(Policy.RECOMPUTE_NORMS, layer.stored[Policy.KEEP]) for layer in layers)
         more = int((1 + POOL) * graphed) - kept + max(layer.working for layer in layers)
         graph = more + resting["gradients"] + LIBRARY_BYTES if setup.graph else 0
-        table, tables = 4 * dims.vocab * dims.hidden * (setup.method == "full"), 1 if dims.tied else 2
+        table, tables = dims.vocab * dims.hidden * setup.master_bytes, 1 if dims.tied else 2
+        table *= setup.method == "full"
         layer_grads: list[int] = []
         if holds_parts_of_gradients(setup):  # what a layer's backward makes goes into parts, then
             layer_grads = [4 * layer.parameters for layer in dims.layers]

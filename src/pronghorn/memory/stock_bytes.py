@@ -17,12 +17,13 @@ def stock_bytes(layer: LayerSpec, setup: TrainSetup, width: int) -> int:
     q, kv, heads = attention.query, attention.key_value, attention.heads + attention.kv_heads
     # with a mask, whose row is kept, keys and values are repeated for all heads; of a single head all see the same
     # memory, but for keys that autocast makes 16 bits of
-    copied = 2 if attention.kv_heads > 1 else full and b < 4
+    copied = 2 if attention.kv_heads > 1 else setup.narrows
     masked = copied * (q - kv) + setup.tokens // setup.padded if setup.padded else 0
     means = {"head": heads, "all heads": 2}  # one for each that a norm of queries or keys is taken over
-    # a trained norm's result before its weight, too; Qwen3's is rounded then, Olmo's and Gemma's later
-    token = layer.norms * (4 * layer.hidden * (1 + full) + 4)
-    result = b if attention.head_norms == "head" and not layer.norms_after else 4
+    # a trained norm's result before its weight, too; it is rounded then, but in Olmo and Gemma later
+    rounds = not layer.norms_after
+    token = layer.norms * (layer.hidden * (4 + full * (setup.stream_bytes if rounds else 4)) + 4)
+    result = b if attention.head_norms == "head" and rounds else 4
     token += (4 + result * full) * (q + kv) + 4 * means[attention.head_norms] if attention.head_norms else 0
     repeats = setup.padded and 1 < attention.kv_heads < attention.heads
     if len(attention.groups[0]) == 1 and not repeats:  # values are columns of one product, which they keep
@@ -30,7 +31,7 @@ def stock_bytes(layer: LayerSpec, setup: TrainSetup, width: int) -> int:
     token += b * (2 * q + 2 * kv + masked) + 4 * attention.heads + 3 * b * width
     inputs, rest = _inputs(layer, setup), 0
     if full:
-        rest = b * layer.linear_weights if b < 4 else 0  # autocast's copies
+        rest = b * layer.linear_weights * setup.narrows
     else:
         adapted = [linear for linear in layer.linears if setup.rank(linear.path)]
         inputs += 4 * sum(setup.rank(linear.path) for linear in adapted)
@@ -42,9 +43,9 @@ def stock_bytes(layer: LayerSpec, setup: TrainSetup, width: int) -> int:
 
 
 def _inputs(layer: LayerSpec, setup: TrainSetup) -> int:
-    """Count a token's inputs of products that are trained: in 16 bits each of those has a copy, adapters in float32;
-    in float32 all of a group have one, and that of attention's last linear is its output. Dropout makes one for each
-    adapter, with a byte an element for what it left."""
+    """Count a token's inputs of products that are trained: where autocast rounds them each product has a copy, and so
+    has each adapter, in float32, over 16 bits; else all of a group have one, and that of attention's last linear is its
+    output. Dropout makes one for each adapter, with a byte an element for what it left."""
     b, attention, full = setup.itemsize, layer.attention, setup.method == "full"
     assert attention is not None
     counted = 0
@@ -53,12 +54,12 @@ def _inputs(layer: LayerSpec, setup: TrainSetup) -> int:
         is_there = group == attention.groups[-1]
         if setup.dropout and not full:
             counted += 5 * group[0].inputs * trained
-        elif full and b < 4:
+        elif setup.narrows:
             counted += b * group[0].inputs * trained * (not is_there)
-        elif b < 4:
+        elif b < 4 and not full:
             counted += 4 * group[0].inputs * trained
         else:
-            counted += 4 * group[0].inputs * (trained > 0 and not is_there)
+            counted += b * group[0].inputs * (trained > 0 and not is_there)
     return counted
 
 

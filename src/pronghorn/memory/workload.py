@@ -78,6 +78,8 @@ class TrainSetup:
     """Whether 8-bit codes of weights in 16 bits are kept or written out; `auto`: as a plan chooses, kept until then."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
+    master_bytes: int = 4
+    """Of an element of the weights in full fine-tuning: float32, which autocast multiplies in 16 bits, or as it is."""
     trained_share: float = 1.0
     """Adapters' elements against what `ranks` say of all layers: some may have none, or another rank, and the head some
     besides. In full fine-tuning the share of weights that aren't frozen."""
@@ -161,7 +163,12 @@ class TrainSetup:
     @property
     def stream_bytes(self) -> int:
         """Of an element between layers: float32 where float32 masters are trained under autocast."""
-        return 4 if self.method == "full" else self.itemsize
+        return self.master_bytes if self.method == "full" else self.itemsize
+
+    @property
+    def narrows(self) -> bool:
+        """Whether autocast makes copies of trained weights for their products."""
+        return self.method == "full" and self.itemsize < self.master_bytes
 
     def adapters(self, layer: LayerSpec) -> int:
         """Count the elements of a layer's adapters."""

@@ -202,6 +202,7 @@ def setup_of(
         accumulates=accumulates or (distributed and not parts),
         distributed=distributed,
         adapter_itemsize=max(adapters, default=4),
+        master_bytes=weights[0].element_size() if full and shared is None else 4,
         optimizer_bytes=states,
         paged_bytes=paged,
         processes=1 if shared is None else shared.processes,
