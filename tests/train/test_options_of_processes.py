@@ -23,7 +23,7 @@ from support.trainers import config
 STEP_ROWS = 4
 
 
-def documents(rows: int = 43, seed: int = 0) -> Dataset:
+def documents(rows: int = 45, seed: int = 0) -> Dataset:
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 60, (rows,), generator=draw).tolist()
     return Dataset.from_dict({"input_ids": [torch.randint(3, 131, (n,), generator=draw).tolist() for n in lengths]})
@@ -109,6 +109,7 @@ def trained(found: dict[str, Any], folder: Path) -> None:
     an_epoch = {"max_steps": -1, "num_train_epochs": 1}
     for counts in ("all", "non_padding"):
         trainer = trainer_of(folder, include_num_input_tokens_seen=counts, **an_epoch)
+        assert len(trainer.train_dataset) % WORLD == 1, "one process has no row of its own in the last step"
         trainer.train()
         found[f"tokens, {counts}"] = trainer.state.num_input_tokens_seen
     for name, changes in {
@@ -129,7 +130,18 @@ def worker(rank: int, folder: Path) -> None:
     refused(found, rank, folder / "refused")
     saving = trainer_of(folder / "saved", save_strategy="steps", save_steps=1)
     saving.train()
+    found["best"] = best_of(folder / f"at-{rank}-o-clock")
     torch.save(found, folder / f"{rank}.pt")
+
+
+def best_of(folder: Path) -> list[torch.Tensor]:
+    """Train by steps that are too large, and return the weights of the best one."""
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    changes = {"max_steps": 3, "learning_rate": 1.0, "load_best_model_at_end": True}
+    trainer = trainer_of(folder, evaluated=documents(3, seed=1), **each, **changes)
+    trainer.train()
+    assert trainer.state.best_global_step < 3
+    return [each.detach() for each in trainer.model.parameters() if each.requires_grad]
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +166,12 @@ def test_what_processes_can_not_do_is_refused(told: list[dict[str, Any]], name: 
         assert REFUSED[name][1] in each[name]
 
 
+def test_processes_whose_folders_are_named_by_the_time_load_one_best(folder: Path, told: list[dict[str, Any]]) -> None:
+    """The first one's folder has the checkpoints of all."""
+    assert all(map(torch.equal, *(each["best"] for each in told)))
+    assert (folder / "at-0-o-clock/checkpoint-3").is_dir() and not (folder / "at-1-o-clock").exists()
+
+
 def trains(rank: int, folder: Path) -> None:
     found: dict[str, Any] = {}
     trained(found, folder / "together")
@@ -162,7 +180,7 @@ def trains(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_what_trains_is_what_one_process_trains(tmp_path: Path) -> None:
-    """The last step of the epoch has one row; of streamed rows four batches of two are evaluated in either way."""
+    """The last step of the epoch has an odd row; of streamed rows four batches of two are evaluated in either way."""
     alone: dict[str, Any] = {}
     together(trains, tmp_path)
     trained(alone, tmp_path / "alone")

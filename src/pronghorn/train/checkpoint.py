@@ -73,7 +73,7 @@ def other_steps(folder: Path, step_rows: int) -> str | None:
     return (
         f"{folder.name} was saved by steps of {before} rows, and those of this training have {step_rows}: its place in "
         "the data is counted in steps, so some rows are trained twice or left out. To go on with the same steps keep "
-        f"per_device_train_batch_size x gradient_accumulation_steps x processes at {before}"
+        f"rows of a micro-batch x gradient_accumulation_steps x processes at {before}"
     )
 
 

@@ -56,6 +56,13 @@ def identity(device: torch.device) -> str:
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
+def share_output(args: Any) -> None:
+    """Let all processes use the `output_dir` of the first, which may be named by the time: there checkpoints are saved,
+    and from there each loads the best. All processes call it."""
+    if processes() > 1:
+        args.output_dir = _told("output_dir", str(args.output_dir))[0]
+
+
 def settle_loading(args: Any, packs_train: bool, packs_eval: bool | None, evaluated: Any) -> None:
     """Refuse what makes processes' batches unlike, or a step another one, and let each process read streamed rows by
     itself, as TRL does for training: accelerate would join the processes' batches, whose widths differ.

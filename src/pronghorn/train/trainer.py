@@ -38,7 +38,7 @@ from pronghorn.train import balance, by_length, checkpoint, padding_free, prepar
 from pronghorn.train.counters import StepCounters, is_spare
 from pronghorn.train.evaluating import EvaluatingTrainer
 from pronghorn.train.gradients import GradientWatch
-from pronghorn.train.group import check_gpus_apart, check_same_data, settle_loading
+from pronghorn.train.group import check_gpus_apart, check_same_data, settle_loading, share_output
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
 from pronghorn.train.ranks import (
     MOST_BYTES,
@@ -87,6 +87,7 @@ class SFTTrainer(EvaluatingTrainer):
         validate.check_arguments(args, kwargs, self._packs_train, self._packs_eval)
         one_gpu = validate.use_one_gpu(args)
         check_gpus_apart(args.device)
+        share_output(args)
         evaluated = kwargs.get("eval_dataset")
         settle_loading(args, self._packs_train, None if evaluated is None else self._packs_eval, evaluated)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
@@ -145,7 +146,7 @@ class SFTTrainer(EvaluatingTrainer):
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         """Where a word to the user goes."""
         for told in (one_gpu, self.padded and f"documents are padded: {self.padded}"):
-            if told is not None:
+            if told is not None and args.should_log:
                 self.note(told)
         self.look_ahead: int | None = None
         """Steps whose rows are regrouped so that those of a step take alike long; None: `data.dealing` decides."""
@@ -322,7 +323,8 @@ class SFTTrainer(EvaluatingTrainer):
             validate.check_attached(self.model)
         if resume_from_checkpoint is not None:
             self._check(Path(resume_from_checkpoint))
-            if (told := checkpoint.other_steps(Path(resume_from_checkpoint), step_rows(self.args))) is not None:
+            told = checkpoint.other_steps(Path(resume_from_checkpoint), step_rows(self.args))
+            if told is not None and self.args.should_log:
                 self.note(told)
         gathers = sharded(base_causal_lm(self.model)) is not None
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
