@@ -701,6 +701,18 @@ def test_where_a_merged_checkpoint_goes(stories: Path, tmp_path: Path, monkeypat
         model.save_pretrained_merged(tmp_path / "volume", tokenizer)
 
 
+def test_an_adapter_that_merge_and_unload_took_away(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    plain = model.merge_and_unload()
+    with pytest.raises(
+        ConfigError, match=r"has an adapter to merge: after merge_and_unload\(\) save the model that it"
+    ):
+        model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert not list(tmp_path.iterdir())
+    plain.save_pretrained_merged(tmp_path / "merged", tokenizer)
+
+
 def test_an_adapter_that_is_merged_already(stories: Path, tmp_path: Path) -> None:
     model, tokenizer = load(stories)
     model = perturb(FastLanguageModel.get_peft_model(model, r=4))

@@ -59,6 +59,19 @@ def test_a_folder_takes_its_place_whole(tmp_path: Path) -> None:
     assert (target / "f").read_text() == "two" and os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_of_a_new_folder_are_for_those_who_may_read_the_folder(tmp_path: Path, mask: int, mode: int) -> None:
+    """Safetensors makes files for their owner alone, and a server is often another user."""
+    before = os.umask(mask)
+    try:
+        with state.new_folder(tmp_path / "out") as folder:
+            (folder / "f").touch(0o600)
+            (folder / "link").symlink_to(tmp_path / "nothing")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out/f").stat().st_mode & 0o777 == mode
+
+
 @pytest.mark.parametrize("size", [1, 1000, 2**24 + 1])
 def test_one_flipped_bit_is_noticed(tmp_path: Path, size: int) -> None:
     folder = tmp_path / "c"

@@ -105,6 +105,8 @@ def _read(path: Path) -> str:
     """Return the text of a file, which may be no recipe."""
     remedy = "give the path of a YAML file; `pronghorn init` writes one"
     try:
+        if (path / "journal.json").is_file():
+            raise ConfigError(f"{path} is a run, no recipe", "give the YAML file that it was begun with; train goes on")
         if path.is_dir():
             raise ConfigError(f"recipe {path} is a folder", remedy)
         if not path.is_file():

@@ -8,6 +8,7 @@ in `.tmp`, so `clear_leftovers` finds what a killed process left behind.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +23,10 @@ from typing import IO, Any
 from pronghorn.errors import ConfigError, DataError
 
 MANIFEST = "manifest.json"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Of a disk, or a quota, that is full."""
+_NO_ROOM = (*map(os.strerror, FULL), "Not enough disk space")
+"""What libraries of Rust, and `datasets`, say of one."""
 _HELD = "held"
 """The file in a temporary folder that its process locks, so that what a dead one left is known."""
 _TEMPORARY = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
@@ -123,6 +128,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         with _held(around):
             yield folder
             for path in [*folder.rglob("*"), folder]:
+                _share(path, folder)
                 flush(path)
             move_into_place(folder, target)
     finally:
@@ -178,6 +184,24 @@ def clear_leftovers(folder: Path, is_whole: Callable[[Path], bool] | None = None
 def is_temporary(path: Path) -> bool:
     """Tell whether a path has the name of a file or folder that was being written or deleted."""
     return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Tell whether a full disk, or a quota, raised an error or one that it comes from."""
+    while error is not None:
+        if getattr(error, "errno", None) in FULL or any(text in str(error) for text in _NO_ROOM):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def remedy_of(error: OSError, otherwise: str) -> str:
+    """Return what to do where something can't be written: make room if that is missing, else `otherwise`."""
+    if error.errno in FULL:
+        return "free some space and try again"
+    if error.errno == errno.EFBIG:
+        return "raise the quota, ulimit -f or the file system's limit of a file's size, and try again"
+    return otherwise
 
 
 def digest(path: Path) -> str:
@@ -275,6 +299,13 @@ def flush(path: Path) -> None:
             os.fsync(descriptor)  # some file systems can't flush a folder
     finally:
         os.close(descriptor)
+
+
+def _share(path: Path, folder: Path) -> None:
+    """Let whoever may list a new folder read a file in it. Safetensors' are made for their owner alone, and a server
+    is often another user; what the umask forbids is forbidden to the folder, too."""
+    if path.is_file() and not path.is_symlink():
+        path.chmod(path.stat().st_mode | (folder.stat().st_mode & 0o444))
 
 
 def _files(folder: Path) -> list[Path]:

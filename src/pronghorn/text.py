@@ -37,7 +37,7 @@ def clip(text: str, most: int) -> str:
 
 def counted(count: int, what: str, verb: str = "") -> str:
     """Return "1 document", "1,024 documents" or "2 batches"; with the verb of several its right form: "1 row has"."""
-    several = "es" if what.endswith("ch") else "s"
+    several = "es" if what.endswith(("ch", "ss")) else "s"
     return f"{count:,} {what}{'' if count == 1 else several}{verb and ' '}{does(count, verb)}"
 
 

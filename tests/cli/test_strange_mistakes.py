@@ -62,6 +62,11 @@ def saved_dict(folder: Path) -> None:
     DatasetDict(valid=Dataset.from_list([{"prompt": "a", "completion": "b"}])).save_to_disk(folder / "saved")
 
 
+def an_unfinished_run(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out/journal.json").write_text("{}")
+
+
 def an_adapter_without_weights(folder: Path) -> None:
     (folder / "ad").mkdir()
     (folder / "ad/adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "model"}')
@@ -72,6 +77,13 @@ MISTAKES = {
     "help": command("help", "No such command 'help'", "pronghorn --help?"),
     "version": command("version", "No such command 'version'", "pronghorn --version?"),
     "to push": command("push out", "No such command 'push'", "pronghorn export RUN --push"),
+    "to estimate": command("estimate recipe.yaml", "No such command 'estimate'", "pronghorn plan?"),
+    "a run to go on with": Mistake(
+        "out is a run, no recipe",
+        "YAML file that it was begun with",
+        command=("train", "out"),
+        prepare=an_unfinished_run,
+    ),
     "to resume": command("resume out", "No such command 'resume'", "pronghorn train?"),
     "DPO": command("dpo recipe.yaml", "No such command 'dpo'", "pronghorn docs preference-training"),
     "--seed": command("train recipe.yaml --seed 3", "--seed", "train.seed=3"),

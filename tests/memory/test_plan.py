@@ -7,7 +7,6 @@ import json
 import math
 import re
 import time
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
@@ -52,6 +48,7 @@ from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
 from pronghorn.train.prepared_model import resolve_plan
+from support.allocations import Allocations
 from support.processes import together
 from support.saved import TOKENS, saved_bytes
 from support.tiny import DELTA_FAMILIES, FAMILIES, tiny_model
@@ -202,16 +199,26 @@ def test_layers_of_gated_delta_nets_and_gated_attention_save_what_the_formula_sa
     assert found[2] - found[1] == attention + rows
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "olmo2", "granite"])
-def test_full_fine_tuning_saves_what_the_formula_says(family: str) -> None:
-    """float32 masters under bf16 autocast, weights' copies with them."""
+@pytest.mark.parametrize(
+    ("family", "dtype", "autocast"),
+    [
+        *((name, torch.float32, torch.bfloat16) for name in ("llama", "gemma3_text", "phi3", "olmo2", "granite")),
+        ("llama", torch.float32, None),
+        *((name, torch.bfloat16, None) for name in ("llama", "gemma3_text", "olmo2")),
+    ],
+)
+def test_full_fine_tuning_saves_what_the_formula_says(
+    family: str, dtype: torch.dtype, autocast: torch.dtype | None
+) -> None:
+    """float32 masters under bf16 autocast, weights' copies with them; without autocast there are no copies."""
     found = []
     for count in (2, 3):
-        model = tiny_model(family, num_hidden_layers=count)
+        model = tiny_model(family, num_hidden_layers=count).to(dtype)
         attach(model, layers="fused")
-        found.append(saved_bytes(model, PackedBatch.build([TOKENS], tokens=TOKENS), torch.bfloat16))
-    dims, work = dims_of(model), setup_of(model, TOKENS, torch.bfloat16)
-    assert work.method == "full"
+        found.append(saved_bytes(model, PackedBatch.build([TOKENS], tokens=TOKENS), autocast))
+    dims, work = dims_of(model), setup_of(model, TOKENS, autocast)
+    resting, size = resting_bytes(dims, work), sum(parameter.nbytes for parameter in model.parameters())
+    assert work.method == "full" and resting["weights"] == resting["gradients"] == size
     expected = stored_bytes(dims.layers[0], replace(work, fused=True))[Policy.KEEP]
     assert found[1] - found[0] == expected - 4 * TOKENS * dims.layers[0].attention.heads
 
@@ -236,8 +243,6 @@ def test_a_layer_with_experts_saves_what_the_formula_says(family: str, rank: int
     expected = 2 * (
         stored[Policy.KEEP] - 4 * TOKENS * dims.layers[0].attention.heads + 4 * 8
     )  # and where each expert's rows begin
-    if family == "glm4_moe":  # of the choice of groups, which has no gradient: gone with its graph, but for this test
-        expected += 2 * TOKENS * (2 * 8 * 4 + 8 * 2 + 8)
     assert found[1] - found[0] == pytest.approx(expected, rel=0.05 if family == "gpt_oss" else 0)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert resting_bytes(dims, replace(work, fused=False))["adapters"] == 4 * adapters
@@ -287,6 +292,43 @@ def test_biases_adapters_and_trained_modules_are_counted() -> None:
     assert dims.parameters == total
     trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     resting = resting_bytes(dims, replace(work, fused=False))
+    assert resting["gradients"] == 4 * trained and resting["optimizer"] == 8 * trained
+
+
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"layers_to_transform": [2]},
+        {"r": 2, "rank_pattern": {r"layers\.0\..*": 64}},
+        {"target_modules": [*EVERY, "lm_head", "embed_tokens"]},
+    ],
+    ids=["some layers", "ranks by layer", "head"],
+)
+def test_adapters_are_counted_that_are_there(lora: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(task_type="CAUSAL_LM", **{"r": RANK, "target_modules": EVERY, **lora})
+    model = get_peft_model(tiny_model("llama"), config)
+    dims, work = dims_of(model), setup_of(model, TOKENS)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    resting = resting_bytes(dims, replace(work, fused=False))
+    assert resting["gradients"] == resting["adapters"] == pytest.approx(4 * trained, rel=1e-3)
+    half = replace(work, ranks={path: rank // 2 for path, rank in (work.ranks or {}).items()}, fused=False)
+    assert resting_bytes(dims, half)["gradients"] == pytest.approx(2 * trained, rel=1e-3)
+
+
+@pytest.mark.parametrize("frozen", ["layers.0.", "layers.2.", "embed_tokens", "lm_head"])
+def test_what_is_frozen_in_full_fine_tuning_has_a_weight_but_no_gradient(frozen: str) -> None:
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    dims, work = dims_of(model), setup_of(model, TOKENS, torch.bfloat16)
+    resting = resting_bytes(dims, work)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert work.method == "full" and resting["weights"] == 4 * dims.parameters
     assert resting["gradients"] == 4 * trained and resting["optimizer"] == 8 * trained
 
 
@@ -506,6 +548,15 @@ def test_smaller_adapters_keep_the_optimiser_that_is_asked_for() -> None:
             plan(dims, TrainSetup(8192, ranks=dict.fromkeys(paths, rank), optimizer_bytes=0), gpu, 3 * GIB)
         told += re.findall(pattern, str(refused.value))
     assert len(told) == 2 and told[0] == told[1]
+
+
+def test_lora_is_advised_with_adapters_on_all_layers_whatever_is_frozen() -> None:
+    dims, gpu, told = dims_of(skeleton(config_of("Llama-3.2-1B"))), device_spec("rtx4090"), set()
+    for share in (1.0, 0.1):
+        with pytest.raises(PlanDoesNotFit) as refused:
+            plan(dims, TrainSetup(8192, "full", trained_share=share), gpu, 3 * GIB)
+        told |= set(re.findall(r"adapter\.method: lora needs ([0-9.]+) GiB", refused.value.remedy))
+    assert len(told) == 1
 
 
 def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> None:
@@ -798,22 +849,6 @@ def test_inputs_are_counted_away_that_the_engine_sends_away(policies: tuple[Poli
     del loss
 
 
-class Allocations(TorchDispatchMode):
-    """The most bytes that storages made under it hold at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self.alive = 0, WeakIdKeyDictionary(ref_type=weakref.ref)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given, made = ([x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)] for tree in (args, result))
-        old = {x.untyped_storage().data_ptr() for x in given}
-        self.alive.update({x.untyped_storage(): None for x in made if x.untyped_storage().data_ptr() not in old})
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.alive))
-        return result
-
-
 def test_one_chunk_of_logits_is_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, vocab = 256, 2048
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 4 * rows * vocab)
@@ -974,6 +1009,24 @@ def test_no_room_to_measure_is_said_and_survived(
     made = plan_for(model, 8192, budget_bytes=80 * GIB)
     assert set(made.policies) != {Policy.KEEP} and made.predicted["process"] <= (least + most) / 2
     assert "no memory to time a layer in" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["norm"], "use_dora": True},
+        {"lora_dropout": 0.1, "rank_pattern": {"q_proj": 9}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_training_counts_what_was_planned_without_weights(lora: dict[str, Any], tied: bool) -> None:
+    loaded = tiny_model("llama", tie_word_embeddings=tied)
+    models = loaded, skeleton(loaded.config)
+    setups = [setup_of(add_lora(model, r=RANK, **lora), TOKENS) for model in models]
+    assert setups[0] == setups[1] and setups[0].method == "lora"
 
 
 @pytest.mark.gpu

@@ -498,10 +498,10 @@ def test_a_replay_waits_for_no_backward_that_may_come(monkeypatch: pytest.Monkey
     hidden.sum().backward()
     assert replayed() and replayed(), "a forward that nobody keeps waits for nothing"
     hidden = forward_with(cuda, graphs, LENGTHS, monkeypatch)
-    assert not replayed()
+    assert not replayed() and "none now: the output of a forward is kept" in graphs.state[1]
     del hidden
     gc.collect()
-    assert replayed()
+    assert replayed() and graphs.state == ("on", "asked for")
 
 
 @pytest.mark.parametrize(("rank", "other"), [(4, 4), (8, 4), (8, 8)])
@@ -779,6 +779,31 @@ def benefit_of(model: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tup
     cuda.Event = clock.Event
     monkeypatch.setattr("pronghorn.models.graph_benefit.time.perf_counter", lambda: clock.now / 1e3)
     return graphs, graphs._benefit, cuda
+
+
+def test_forwards_with_several_backwards_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one they may; a script would break once the first steps were measured."""
+    clock, leaf = Clock(), torch.ones(1, requires_grad=True)
+    graphs, trial, cuda = benefit_of(with_adapters(tiny_model("llama")), clock, monkeypatch)
+
+    def plain() -> list[torch.Tensor]:
+        clock.now += 4
+        return [leaf * 2]
+
+    for number in range(MEASURED_FORWARDS + 1):
+        with monkeypatch.context() as faked:
+            faked.setattr(torch, "cuda", cuda)
+            [out] = graphs.without(plain)
+        for again in ([True] if number == 4 else []) + [False]:
+            out.sum().backward(retain_graph=again)
+    assert trial.host_share == pytest.approx(1) and not graphs.replayed
+    assert graphs.state == ("off", "a forward had several backwards, and a graph's runs once")
+
+
+def test_graphs_that_serve_no_forward_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows would be filled up for nothing where layers read other embeddings."""
+    found = [graphs_of(with_adapters(tiny_model(name)), monkeypatch).replayed for name in ("llama", "gemma4_text")]
+    assert found == [True, False]
 
 
 def test_graphs_that_are_given_back_each_time_are_captured_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

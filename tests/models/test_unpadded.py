@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -14,6 +14,8 @@ import torch
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from trl import DPOConfig, DPOTrainer
 
 from pronghorn import attach
@@ -22,7 +24,7 @@ from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.lora import add_lora
-from pronghorn.models.unpadded import GRAPHS, UNPADDED
+from pronghorn.models.unpadded import UNPADDED
 from pronghorn.parity.distance import distance
 from pronghorn.parity.own_code import own_code
 from support.tiny import tiny_model
@@ -137,28 +139,84 @@ def test_a_batch_without_a_mask_has_no_padding() -> None:
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
 
 
-def test_rows_have_few_lengths_while_graphs_of_them_are_replayed() -> None:
+def graphed(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a model's graphs, as on a GPU."""
+    with monkeypatch.context() as as_on_cuda:
+        as_on_cuda.setattr(Tensor, "is_cuda", property(lambda tensor: True))
+        return attach(model, layers="fused", graph="on").graphs
+
+
+def test_rows_have_few_lengths_while_graphs_of_them_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph serves one number of tokens. The layers see padding behind, which changes nothing of the rest."""
     model = adapted(max_position_embeddings=512)
-    attach(model, layers="fused")
+    graphs = graphed(model, monkeypatch)
     ids = torch.randint(3, model.config.vocab_size, (4, 200), generator=torch.Generator().manual_seed(0))
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     given["attention_mask"][1:, 150:] = 0
     given["labels"] = ids.masked_fill(given["attention_mask"] == 0, -100)
-    backbone, found = attached(model).model.base_model, []  # type: ignore[union-attr]
-    for replayed in (False, True):
-        backbone.__dict__[GRAPHS] = SimpleNamespace(replayed=replayed)
+    found = []
+    for refused in ("rank", None):
+        graphs._refused = refused
         for way in (nullcontext(), torch.no_grad()):
             seen = Seen(model)
             with way:
                 model(**given, use_cache=False)
             found += seen.taken()
         found.append(run(model, given))
-    del backbone.__dict__[GRAPHS]
     assert found[:2] == [(1, 704)] * 2 and found[3:5] == [(1, 768), (1, 704)], "650 tokens, in evaluation as ever"
     (loss, logits, gradients), (same, ours, alike) = found[2], found[5]
     assert abs(loss - same) < 1e-6 * loss and (logits - ours).norm() < 1e-5 * logits.norm()
     assert all((alike[name] - right).norm() <= 1e-4 * right.norm() + 1e-8 for name, right in gradients.items())
+
+
+@contextmanager
+def autocast() -> Iterator[None]:
+    torch.set_autocast_enabled("cuda", True)
+    yield
+    torch.set_autocast_enabled("cuda", False)
+
+
+def kept(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def test_only_forwards_that_a_graph_may_serve_have_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would be filled up for nothing, and checkpointing around a model needs the same tokens twice."""
+    model = adapted(num_hidden_layers=1)
+    graphs = graphed(model, monkeypatch)
+    ids = torch.randint(3, model.config.vocab_size, (4, 135), generator=torch.Generator().manual_seed(0))
+    before = torch.ones(1)
+
+    def tokens(way: Any) -> int:
+        seen = Seen(model)
+        with way:
+            model(input_ids=ids, use_cache=False)
+        [(_, count)] = seen.taken()
+        return count
+
+    assert tokens(nullcontext()) == 640
+    assert [tokens(way) for way in (torch.no_grad(), saved_tensors_hooks(kept, kept), autocast())] == [576] * 3
+    graphs.waits = weakref.ref(before)
+    assert tokens(nullcontext()) == 576, "its predecessor's backward comes later"
+    del before
+    assert tokens(nullcontext()) == 640
+    for limit, count in ((136, 640), (135, 576)):
+        monkeypatch.setattr(graphs, "_longest", lambda limit=limit: limit)
+        assert tokens(nullcontext()) == count
+    monkeypatch.undo()
+    graphs.paused = True
+    assert tokens(nullcontext()) == 576
+
+
+@pytest.mark.gpu
+def test_checkpointing_around_a_model_recomputes_the_same_rows() -> None:
+    """Whatever the forward before was."""
+    model = adapted(num_hidden_layers=2, head_dim=32).to("cuda", torch.bfloat16)
+    ids = torch.randint(3, model.config.vocab_size, (4, 135), generator=torch.Generator().manual_seed(0)).cuda()
+    attach(model, layers="fused", graph="on")
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        checkpoint(lambda: model(input_ids=ids, labels=ids).loss, use_reentrant=False).backward()
 
 
 @pytest.mark.gpu

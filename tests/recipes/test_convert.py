@@ -366,6 +366,13 @@ def test_of_two_limits_of_rows_the_smaller_holds(own: int, read: int | None, pla
     assert recipe["data"]["train"][0].get("max_samples") == read
 
 
+@pytest.mark.parametrize(("way", "told"), [("bnb", False), ("hqq", True), ("eetq", True)])
+def test_another_quantiser_of_4_bits_is_told(way: str, told: bool, place: Path) -> None:
+    result, recipe, _ = convert(f"{FACTORY}dataset: identity\nquantization_bit: 4\nquantization_method: {way}\n", place)
+    assert recipe is not None and recipe["model"]["load_in_4bit"] is True
+    assert (f"quantization_method: {way} is not here; bitsandbytes' NF4 is written instead" in result.output) is told
+
+
 def test_a_dataset_info_that_is_no_json_is_told(place: Path) -> None:
     (place / "data/dataset_info.json").write_text("{")
     result, _, _ = convert(LLAMA_FACTORY["lora_sft"], place)

@@ -564,7 +564,7 @@ def test_minutes_count_over_resumes(make: Make, tmp_path: Path, monkeypatch: Any
     table["log_history"][0]["step_seconds"] = 3600.0
     path.write_text(json.dumps(table))
     manifest = json.loads((path.parent / state.MANIFEST).read_text())
-    seal(path.parent, Fingerprint(**manifest["model"]), manifest["recipe"])
+    seal(path.parent, Fingerprint(**manifest["model"]), manifest["recipe"], manifest["step_rows"])
     record = run(make("run", train={"max_minutes": 59}), QUIET)
     assert record.stopped == "max_minutes" and len(record.steps) == 6 and record.seconds > 3600
 
@@ -576,7 +576,7 @@ def test_leftovers_of_a_killed_process(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "which").write_text(name)
-        seal(tmp_path / name, Fingerprint("a", "b"), None)
+        seal(tmp_path / name, Fingerprint("a", "b"), None, 1)
     (tmp_path / old.format(3) / "which").unlink()
     clear_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]

@@ -1196,7 +1196,10 @@ def test_empty_and_streamed_datasets_are_refused(stories: Path, documents: Datas
         SFTTrainer(model, config(tmp_path), train_dataset=documents, eval_dataset=held_out, tokenizer=tokenizer)
     with pytest.raises(UnsupportedError, match="train_dataset is streamed"):
         SFTTrainer(model, config(tmp_path), train_dataset=documents.to_iterable_dataset(), tokenizer=tokenizer)
-    args, streamed = config(tmp_path, eval_packing=False), documents.to_iterable_dataset()
+    streamed = documents.to_iterable_dataset()
+    with pytest.raises(UnsupportedError, match=r"eval_dataset is streamed.*or set eval_packing=False"):
+        SFTTrainer(model, config(tmp_path), train_dataset=documents, eval_dataset=streamed, tokenizer=tokenizer)
+    args = config(tmp_path, eval_packing=False)
     trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=streamed, tokenizer=tokenizer)
     assert trainer.evaluate()["eval_loss"] > 0
 

@@ -15,6 +15,7 @@ from pronghorn.cli.console import Console
 from pronghorn.cli.processes import leave_error
 from pronghorn.environment import check_distributed
 from pronghorn.errors import PronghornError, RunStopped
+from pronghorn.state import is_full
 from pronghorn.text import clip
 
 INTERRUPTED = 130
@@ -23,14 +24,15 @@ INTERRUPTED = 130
 
 LONGEST = 360
 """Characters of a problem or a remedy, so that both are at most eight lines; of longer ones the middle is left out."""
-MEMORY, THREADS = "memory", "threads"
+MEMORY, THREADS, DISK = "memory", "threads", "disk space"
 _NO_ROOM = ("failed to map segment", "returned NULL without setting an exception")
 """What the loader says of a library for which no memory is left, and Python of an import that had none."""
 
 
 @contextmanager
 def plain_errors(debug: bool) -> Iterator[None]:
-    """Show Pronghorn's own errors, and memory that ran out, as two lines with exit code 1, and Ctrl-C as one with 130.
+    """Show Pronghorn's own errors, and memory or a disk that ran out, as two lines with exit code 1, and Ctrl-C as one
+    with 130.
 
     Other errors stay as they are. Other libraries' notices to programmers (deprecations) are shown with --debug only.
     """
@@ -55,8 +57,11 @@ def plain_errors(debug: bool) -> Iterator[None]:
         less = "shorter rows (model.max_seq_length, --tokens), a quantised base, or nothing else on the device"
         if short_of == THREADS:
             less = "raise the shell's limits (ulimit -v for memory, ulimit -u for threads)"
+        remedy = f"{less}; pronghorn plan tells what fits"
+        if short_of == DISK:
+            remedy = "free some space where files, temporary ones (TMPDIR) and this output go, and try again"
         problem = f"{short_of} ran out: {' '.join(str(error).split()) or type(error).__name__}"
-        _tell(PronghornError(problem, f"{less}; pronghorn plan tells what fits"))
+        _tell(PronghornError(problem, remedy))
     except KeyboardInterrupt:
         if debug:
             raise
@@ -68,6 +73,8 @@ def plain_errors(debug: bool) -> Iterator[None]:
 
 def _short_of(error: BaseException | None) -> str | None:
     """Return what the machine had too little of, if that raised the error or one before it."""
+    if is_full(error):
+        return DISK
     while error is not None:
         if "can't start new thread" in str(error):
             return THREADS

@@ -23,6 +23,7 @@ COMMANDS = {
     "torchrun": "train",
     "llamafactory-cli": "convert",
     "axolotl": "convert",
+    "estimate": "plan",
     "eval": "verify",
     "evaluate": "verify",
     "predict": "chat",

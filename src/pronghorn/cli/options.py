@@ -13,6 +13,7 @@ import typer
 from pronghorn.cli.console import Console
 from pronghorn.environment import API_KEY
 from pronghorn.errors import ConfigError
+from pronghorn.state import remedy_of
 
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
@@ -52,7 +53,7 @@ def tell_next(console: Console, recipe: Path) -> None:
 
 
 def write_new(path: Path, text: str, otherwise: str = "give another name") -> None:
-    """Write a file that isn't there yet.
+    """Write a whole file that isn't there yet, or nothing.
 
     Args:
         otherwise: what to do if it is.
@@ -61,11 +62,15 @@ def write_new(path: Path, text: str, otherwise: str = "give another name") -> No
         ConfigError: it is there, or its folder can't be written to.
     """
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        file = path.open("x", encoding="utf-8")
+        try:
+            with file:
+                file.write(text)
+        except BaseException:
+            path.unlink()  # half a recipe can be a recipe
+            raise
     except FileExistsError:
         raise ConfigError(f"{path} is there already", otherwise) from None
     except OSError as error:
-        raise ConfigError(
-            f"{path} can't be written ({error.strerror})", "give a name in a folder that is there"
-        ) from None
+        remedy = remedy_of(error, "give a name in a folder that is there, and that you may write to")
+        raise ConfigError(f"{path} can't be written ({error.strerror})", remedy) from None

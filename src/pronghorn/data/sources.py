@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.config import Source
+from pronghorn.data.downloads import room_for
 from pronghorn.data.files import READERS, estimate_rows, read_file, reading, without_nulls
 from pronghorn.data.formats import RowReader
 from pronghorn.data.rows import Row
@@ -107,7 +108,8 @@ def _open(source: Source) -> Any:
         _check_one_split(path, files)
         return files
     if source.is_hub_name:
-        return _hub_set(source)
+        with room_for(source.path.as_posix()):
+            return _hub_set(source)
     raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
 
 

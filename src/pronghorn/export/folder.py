@@ -14,7 +14,6 @@ from pathlib import Path
 from pronghorn import state
 from pronghorn.errors import ConfigError, PronghornError, TrainingError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NAMED: ContextVar[tuple[Path, Path] | None] = ContextVar("_NAMED", default=None)
 """Where the folder being written has its scratch files, and what whoever asked for it calls it."""
 
@@ -65,7 +64,7 @@ def full_disk(target: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kept = "save again; what was there before is untouched"
+        kept = "try again; what was there before is untouched"
         if disk_is_full(error, target):
             raise TrainingError(f"the disk of {target} is full", f"free some space and {kept}") from error
         if _is_cut_off(error):
@@ -91,9 +90,8 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
     torch's and numpy's say no more than that a file isn't whole."""
     if isinstance(error, PronghornError):
         return False
-    number = getattr(error, "errno", None)
-    if number in _FULL or any(os.strerror(full) in str(error) for full in _FULL):
+    if state.is_full(error):
         return True
     made = next(path for path in (folder, *folder.absolute().parents) if path.exists())  # it may not have come so far
-    tells_nothing = isinstance(error, RuntimeError) or (isinstance(error, OSError) and number is None)
+    tells_nothing = isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno is None)
     return tells_nothing and shutil.disk_usage(made).free < 2**20

@@ -57,6 +57,8 @@ def save_merged(
             transformers' own class of the merged model doesn't work.
         TrainingError: the reloaded checkpoint's logits differ from the adapted model's, or the disk is full.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     target = Path(folder)
     refuse_filled(target)
     current, disk = target.resolve() == Path.cwd(), os.path.ismount(target.resolve())
@@ -69,6 +71,11 @@ def save_merged(
         # it would be added once more, and comparing with the base model would take it out of the training model
         raise ConfigError(
             "the adapter is merged into the model's weights already", "call model.unmerge_adapter() first"
+        )
+    if hasattr(model, "peft_config") and not any(isinstance(module, BaseTunerLayer) for module in base.modules()):
+        raise ConfigError(
+            "no layer of the model has an adapter to merge",
+            "after merge_and_unload() save the model that it returned; of virtual tokens save_pretrained the adapter",
         )
     dtype = dtype or checkpoint_dtype(base)
     with whole_folder(target) as writing:

@@ -5,8 +5,8 @@ again), and one layer's working memory, W. Before that stands the head. So
 
     peak = resting + max( Σ_j s_j + head,  max_i ( Σ_{j<i} s_j + K_i + W_i ) )      s_j: what layer j's policy stores
 
-Tensors of the fused layers: `layers.attention` and `layers.mlp`; of the stock ones: counted with `saved_tensors_hooks`
-(tests/memory/test_plan.py).
+Tensors of the fused layers: `layers.attention` and `layers.mlp`; of the stock ones (`memory.stock_bytes`): counted with
+`saved_tensors_hooks` (tests/memory/test_plan.py).
 The allocator's peaks that this was checked against: benchmarks/results.
 """
 
@@ -27,6 +27,7 @@ from pronghorn.families.layer_spec import (
 )
 from pronghorn.memory.plan import Policy, followed
 from pronghorn.memory.sharded_bytes import holds_parts_of_gradients, shared
+from pronghorn.memory.stock_bytes import dora_bytes, stock_bytes
 from pronghorn.memory.tiles import products_bytes, tiled_bytes
 from pronghorn.memory.workload import NF4_BYTES as NF4_BYTES
 from pronghorn.memory.workload import Method as Method
@@ -56,7 +57,7 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     """Count what is on the device all the time, by kind; gradients too, as from the second micro-batch on."""
     p, b, full = dims.parameters, setup.itemsize, setup.method == "full"
     linear = sum(layer.linear_weights for layer in dims.layers)
-    weights = p * (4 if full else b)
+    weights = p * (setup.master_bytes if full else b)
     if setup.method == "qlora":
         weights = (p - linear) * b + int(linear * NF4_BYTES)
     if setup.expert_bytes is not None:
@@ -80,19 +81,23 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         for group in (group for block in layer.blocks if not isinstance(block, ExpertsSpec) for group in block.groups):
             widths = group[0].inputs + sum(linear.out for linear in group)
             copies += count * b * widths * sum(setup.rank(linear.path) for linear in group)
-    trained = (4 * p if full else setup.adapter_itemsize * adapters) + b * setup.trained_whole
+    copies = int(copies * min(setup.trained_share, 1.0))
+    elements = round(p * setup.trained_share) if full else adapters
+    trained = (setup.master_bytes if full else setup.adapter_itemsize) * elements + b * setup.trained_whole
     states = setup.optimizer_bytes
     if states is None:
-        states = 8 * ((p if full else adapters) + setup.trained_whole)
+        states = 8 * (elements + setup.trained_whole)
     rotary = sum({layer.attention.head_dim for layer in dims.kinds if layer.attention})
-    inputs = sum(layer.per_layer_input.width for layer in dims.layers if layer.per_layer_input)
+    # layers' inputs; where their norms are trained, those are float32 and kept with what they were made from
+    own = [layer.per_layer_input.width for layer in dims.layers if layer.per_layer_input]
+    inputs = 12 * sum(own) + 8 * len(own) if full else b * sum(own)
     resting = {
         "weights": weights,
         "adapters": 0 if full else trained + copies,
         "gradients": trained * (2 if setup.distributed else 1),
         "optimizer": states,
         "libraries": LIBRARY_BYTES,
-        "batch": setup.tokens * ((2 * rotary + inputs) * b + 40),  # with RoPE's cosines and sines, and layers' inputs
+        "batch": setup.tokens * (2 * rotary * b + inputs + 40),  # with RoPE's cosines and sines
     }
     return resting if setup.processes == 1 else shared(resting, dims, setup)
 
@@ -128,7 +133,7 @@ def stored_bytes(layer: LayerSpec, setup: TrainSetup, parts: bool = True) -> dic
         problem = f"no plan is made: what {what} keep isn't counted"
         raise UnsupportedError(problem, "choose memory.gradient_checkpointing yourself")
     t, h, b = setup.tokens, layer.hidden, setup.itemsize
-    keep = _fused_bytes(layer, setup) if setup.fused else _stock_bytes(layer, setup)
+    keep = _fused_bytes(layer, setup) if setup.fused else stock_bytes(layer, setup, width_of(layer))
     served = {Policy.KEEP: keep}
     if parts and setup.fused and not layer.experts:
         without_norms = keep - 2 * t * _normed_bytes(layer, setup)
@@ -172,11 +177,14 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     if experts and experts.beside:  # one more norm's result; the router norms float32 and scales what it chose
         token += b * (layer.hidden + 2 * layer.mlp_width + experts.chosen) + 4 * experts.chosen + 4
         token += 4 * layer.hidden if b == 2 else 0
+        token += (8 if b == 4 else b) * layer.hidden + 8 if setup.method == "full" else 0  # of the router's scale
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
         token += _shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
     # of float32 masters, until the backward; of experts they are made for each product, of shared ones gathered
-    copies = b * layer.linear_weights if setup.method == "full" and setup.processes == 1 else 0
+    copies = b * layer.linear_weights if setup.narrows and setup.processes == 1 else 0
+    if experts and setup.narrows:  # and of the router's, with what it is given
+        token, copies = token + b * layer.hidden, copies + b * layer.hidden * experts.count
     mixers = sum(_mixer_bytes(block, setup) for block in layer.blocks)
     return setup.tokens * token + mixers + copies + _given_bytes(layer, setup)
 
@@ -206,33 +214,10 @@ def _shared_bytes(experts: ExpertsSpec, hidden: int, setup: TrainSetup) -> int:
     b, (gate_up, (down,)) = setup.itemsize, experts.groups
     ranks = sum(setup.rank(linear.path) for linear in (*gate_up, down))
     token = b * (3 * experts.shared + (hidden + 1) * experts.gated_shared) + (4 - b) * ranks
-    if setup.method == "full":
-        return token + b * experts.shared
+    if setup.method == "full":  # in 16 bits each product has a copy of what it is given
+        return token + b * experts.shared + b * hidden * (2 + experts.gated_shared) * setup.narrows
     inputs = sum(linear.inputs for linear in gate_up if setup.rank(linear.path)) if b < 4 else 0
     return token + 4 * (inputs + (down.inputs if setup.rank(down.path) else 0))
-
-
-def _stock_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
-    """Count what transformers and PEFT keep: float32 in norms, and in 16 bits a float32 copy of x for every adapted
-    linear."""
-    b, attention = setup.itemsize, layer.attention
-    assert attention is not None
-    q, kv, heads = attention.query, attention.key_value, attention.heads + attention.kv_heads
-    # with a mask, keys and values are repeated for all heads, and its row is kept
-    masked = 2 * (q - kv) + setup.tokens // setup.padded if setup.padded else 0
-    means = {"head": heads, "all heads": 2}  # one for each that a norm of queries or keys is taken over
-    token = layer.norms * 4 * (layer.hidden + 1)
-    token += 4 * (q + kv + means[attention.head_norms]) if attention.head_norms else 0
-    if len(attention.groups[0]) == 1 and not setup.padded:  # values are columns of one product, which they keep
-        token += b * (q + kv)
-    token += b * (2 * q + 2 * kv + masked) + 4 * attention.heads + 3 * b * width_of(layer)
-    for group in layer.groups:
-        adapted = sum(setup.rank(linear.path) > 0 for linear in group)
-        if b == 4:  # one x for all, and that of attention's last linear is its output
-            token += 4 * group[0].inputs * (adapted > 0 and group != attention.groups[-1])
-        else:
-            token += 4 * group[0].inputs * adapted
-    return setup.tokens * (token + 4 * sum(setup.rank(linear.path) for linear in layer.linears))
 
 
 def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
@@ -254,7 +239,8 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
         return summed + t * (h * (setup.stream_bytes + b) + b * 2 * i + rows) + scratch
     # in 8 bits down's operand may be the stream's gradient itself
     operand = 0 if setup.fp8 and not layer.norms_after and setup.stream_bytes == b else t * h * b
-    return summed + t * h * setup.stream_bytes + products_bytes(i, layer, setup, t, operand)
+    found = summed + t * h * setup.stream_bytes + products_bytes(i, layer, setup, t, operand)
+    return max(found, dora_bytes(layer, setup))
 
 
 def head_bytes(dims: ModelDims, setup: TrainSetup) -> int:
@@ -270,7 +256,8 @@ def head_bytes(dims: ModelDims, setup: TrainSetup) -> int:
     logits = rows * setup.itemsize if not setup.padded else setup.tokens * 12
     states = setup.tokens * dims.hidden * (2 * setup.stream_bytes + 2 * setup.itemsize)
     # dW in float32, and either its chunk's and W's copy or, in 16 bits, its scaled ones
-    trained = 8 if setup.method == "full" else 10 if setup.trained_whole >= table else 0
+    scaled = 10 if setup.stream_bytes == setup.itemsize == 2 else 8
+    trained = scaled if setup.method == "full" else 10 if setup.trained_whole >= table else 0
     return states + logits * dims.vocab + trained * table
 
 
@@ -309,12 +296,13 @@ class MemoryModel:
         graphed = sum(layer.stored.get(Policy.RECOMPUTE_NORMS, layer.stored[Policy.KEEP]) for layer in layers)
         more = int((1 + POOL) * graphed) - kept + max(layer.working for layer in layers)
         graph = more + resting["gradients"] + LIBRARY_BYTES if setup.graph else 0
-        table, tables = 4 * dims.vocab * dims.hidden * (setup.method == "full"), 1 if dims.tied else 2
+        table, tables = dims.vocab * dims.hidden * setup.master_bytes, 1 if dims.tied else 2
+        table *= setup.method == "full"
         layer_grads: list[int] = []
         if holds_parts_of_gradients(setup):  # what a layer's backward makes goes into parts, then
             layer_grads = [4 * layer.parameters for layer in dims.layers]
         elif not setup.accumulates:  # each layer's share, from the last on
-            grads = resting.pop("gradients") - tables * table
+            grads = max(resting.pop("gradients") - tables * table, 0)
             upto = list(accumulate(setup.trained(layer) for layer in reversed(dims.layers)))
             layer_grads = [grads * elements // max(upto[-1], 1) for elements in reversed(upto)]
         ends = table, (3 - tables) * table if setup.accumulates else 2 * table

@@ -169,7 +169,7 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
     in_4_bits = replace(setup, method="qlora", expert_bytes=NF4_BYTES if dims.has_experts else None)
     remedies = {
         f"rows of half as many tokens ({setup.tokens // 2:,})": replace(setup, tokens=setup.tokens // 2),
-        "adapter.method: lora": replace(setup, method="lora", ranks=None, optimizer_bytes=None)
+        "adapter.method: lora": replace(setup, method="lora", ranks=None, trained_share=1.0, optimizer_bytes=None)
         if setup.method == "full"
         else None,
         "model.load_in_4bit: true": in_4_bits if dense else None,

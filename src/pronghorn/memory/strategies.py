@@ -248,7 +248,7 @@ def _refusal(
     if setup.method == "lora" and setup.linear_bytes is None and setup.expert_bytes is None:
         told += ["model.load_in_4bit: true"] if fits(least.strategy, replace(setup, method="qlora"), gpus) else []
     if setup.method == "full":
-        lora = replace(setup, method="lora", ranks=None, optimizer_bytes=None, unshared="")
+        lora = replace(setup, method="lora", ranks=None, trained_share=1.0, optimizer_bytes=None, unshared="")
         told += ["adapter.method: lora"] if fits(least.strategy, lora, gpus) else []
     rows = next(
         (setup.tokens // d for d in (2, 4, 8) if fits(least.strategy, replace(setup, tokens=setup.tokens // d), gpus)),

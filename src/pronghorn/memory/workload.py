@@ -78,6 +78,15 @@ class TrainSetup:
     """Whether 8-bit codes of weights in 16 bits are kept or written out; `auto`: as a plan chooses, kept until then."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
+    master_bytes: int = 4
+    """Of an element of the weights in full fine-tuning: float32, which autocast multiplies in 16 bits, or as it is."""
+    trained_share: float = 1.0
+    """Adapters' elements against what `ranks` say of all layers: some may have none, or another rank, and the head some
+    besides. In full fine-tuning the share of weights that aren't frozen."""
+    dropout: bool = False
+    """Adapters have dropout before them, which isn't fused."""
+    dora: bool = False
+    """Adapters are DoRA's, which aren't fused."""
     trained_whole: int = 0
     """Parameters of modules_to_save."""
     graph: bool = False
@@ -154,14 +163,21 @@ class TrainSetup:
     @property
     def stream_bytes(self) -> int:
         """Of an element between layers: float32 where float32 masters are trained under autocast."""
-        return 4 if self.method == "full" else self.itemsize
+        return self.master_bytes if self.method == "full" else self.itemsize
+
+    @property
+    def narrows(self) -> bool:
+        """Whether autocast makes copies of trained weights for their products."""
+        return self.method == "full" and self.itemsize < self.master_bytes
 
     def adapters(self, layer: LayerSpec) -> int:
         """Count the elements of a layer's adapters."""
-        found = sum(self.rank(linear.path) * (linear.out + linear.inputs) for linear in layer.linears)
+        adapted = [linear for linear in layer.linears if self.rank(linear.path)]
+        found = sum(self.rank(linear.path) * (linear.out + linear.inputs) for linear in adapted)
+        found += sum(linear.out for linear in adapted) if self.dora else 0
         if layer.experts:
             found += layer.experts.count * self.expert_rank * (2 * layer.hidden + 3 * layer.experts.width)
-        return found
+        return found if self.trained_share == 1 else round(self.trained_share * found)
 
     def trained(self, layer: LayerSpec) -> int:
         """Count the elements of a layer that are trained."""

@@ -19,7 +19,7 @@ from pronghorn.families.spec import Attention, Experts, ExpertsBeside, GatedDelt
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers
-from pronghorn.layers.linears import adapter_of, base_of
+from pronghorn.layers.linears import active_adapters, adapter_of, base_of
 from pronghorn.memory.devices import DeviceSpec, device_spec
 from pronghorn.memory.estimate import CONTEXT_BYTES, Method, ModelDims, TrainSetup
 from pronghorn.memory.plan import Plan, Policy
@@ -157,11 +157,13 @@ def setup_of(
             ranks[path] = max(ranks.get(path, 0), 0 if adapter is None else adapter.a.shape[0])
     linears = [x for layer in base.base_model.layers for x in linear_modules(family, layer).values()]
     weights = [base_of(linear).weight for linear in linears]
+    adapted = [(linear, name) for linear in linears for name in active_adapters(linear)]
     # bitsandbytes keeps 4 bits as bytes; a packed weight has the dtype of the dense one
     packed, first = [weight for weight in weights if isinstance(weight, PackedTensor)], weights[0]
     own_codes = bool(packed) and all(map(has_own_codes, packed))
     quantised = not first.dtype.is_floating_point
-    method: Method = "full" if first.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
+    full = any(weight.requires_grad for weight in weights) and not any(ranks.values())
+    method: Method = "full" if full else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
     distributed = processes() > 1
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
@@ -178,7 +180,7 @@ def setup_of(
     shared = sharded(base)
     parts = shared is not None and method == "full"
     adapters = (p.element_size() for name, p in base.named_parameters() if p.requires_grad and "lora_" in name)
-    return TrainSetup(
+    setup = TrainSetup(
         tokens=tokens,
         method=method,
         ranks=ranks,
@@ -192,17 +194,25 @@ def setup_of(
         own_codes=own_codes,
         codes="kept" if layers is None or handle is None or not chooses_codes(layers) else handle.options.codes,
         fused=fused,
+        dropout=any(type(linear.lora_dropout[name]) is not nn.Identity for linear, name in adapted),
+        dora=any(name in linear.lora_variant for linear, name in adapted),
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,
         accumulates=accumulates or (distributed and not parts),
         distributed=distributed,
         adapter_itemsize=max(adapters, default=4),
+        master_bytes=weights[0].element_size() if full and shared is None else 4,
         optimizer_bytes=states,
         paged_bytes=paged,
         processes=1 if shared is None else shared.processes,
         copy_trained=parts and shared is not None and bool(shared.mapped_bytes),
     )
+    trained = sum(p.numel() for name, p in base.named_parameters() if p.requires_grad and (full or "lora_" in name))
+    expected = sum(setup.trained(layer_spec(family, layer)) for layer in base.base_model.layers)
+    if full:
+        expected = sum(parameter.numel() for parameter in base.parameters())
+    return replace(setup, trained_share=trained / expected) if expected else setup
 
 
 def trained_tensors(model: Any) -> list[TrainedTensor]:

@@ -90,7 +90,25 @@ class BackboneGraphs:
     @property
     def replayed(self) -> bool:
         """Whether forwards go through graphs, as far as is known."""
-        return self._refused is None and not self.hooked and (self._benefit is None or self._benefit.wanted)
+        wanted = self._benefit is None or self._benefit.wanted
+        return wanted and self._refused is None and not self.hooked and not looks_tokens_up(self._backbone)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a replayed forward's backward may still come."""
+        return self.waits is not None and self.waits() is not None
+
+    def may_serve(self, longest: int) -> bool:
+        """Tell whether a graph may serve the forward that begins, of documents of so many tokens at most. Not under
+        hooks on saved tensors, whatever the forward before had: checkpointing around a model wants the same tokens
+        once more in the backward."""
+        served = self.replayed and is_training(self._backbone) and not hooks_saved_tensors()
+        return served and not (self.paused or self.waiting or self._is_long(longest))
+
+    def _is_long(self, document: int) -> bool:
+        """Tell whether a document of so many tokens leaves the tiles: its length is the host's there, not data."""
+        longest = self._longest()
+        return longest is not None and document >= longest
 
     @property
     def state(self) -> tuple[str, str]:
@@ -102,6 +120,8 @@ class BackboneGraphs:
             return "off", "hooks move what is saved for the backward, or make it again"
         longest = self._longest()
         but = "" if longest is None else f"; not for rows with a document of {longest:,} tokens or more"
+        if self.waiting:
+            but += "; none now: the output of a forward is kept whose backward didn't come"
         if self._benefit is None:
             return "on", f"asked for{but}"
         return ("on", self._benefit.why + but) if self._benefit.wanted else ("off", self._benefit.why)
@@ -125,10 +145,9 @@ class BackboneGraphs:
             self._fingerprint = fingerprint
         if self._refused is not None or embeds.requires_grad or not (self._benefit is None or self._benefit.wanted):
             return None
-        longest = self._longest()
-        if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
+        if self._is_long(max(packed.lengths)):
             return None
-        if self.waits is not None and self.waits() is not None:  # a replay would overwrite what its backward reads
+        if self.waiting:  # a replay would overwrite what its backward reads
             return None
         packed = packed.with_room(room_for(len(packed.lengths)))
         window = getattr(self._backbone.config, "sliding_window", None)
@@ -254,11 +273,10 @@ def graphed_class(original: Any) -> type[nn.Module]:
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.get("packed")
-        training = self.training and torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
         asked = {name: kwargs.get(name) for name in MORE}  # None: as the configuration says
         told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
         looked = STEP in kwargs and not looks_tokens_up(self)  # by the pre-hook: else nobody knows what changed
-        if packed is None or args or told or not (training and looked) or not packed.cu_seqlens.is_cuda:
+        if packed is None or args or told or not (is_training(self) and looked) or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 
@@ -278,6 +296,11 @@ def graphed_class(original: Any) -> type[nn.Module]:
 
     moved = moving(original, lambda self: self.__dict__[GRAPHS].clear())  # which hold weights where they lay
     return subclass(original, forward=forward, _apply=moved)
+
+
+def is_training(backbone: Any) -> bool:
+    """Tell whether a forward is of a training that graphs serve."""
+    return backbone.training and torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
 
 
 def runs_of(backbone: Any) -> list[Any]:

@@ -42,11 +42,11 @@ class _Timed:
     host_ms: float
     begin: torch.cuda.Event
     end: torch.cuda.Event
-    backward: bool = False
-    """Whether its backward has begun."""
+    backwards: int = 0
+    """How many have begun."""
 
     def note(self, gradient: Tensor) -> None:
-        self.backward = True
+        self.backwards += 1
 
 
 class GraphBenefit:
@@ -63,6 +63,8 @@ class GraphBenefit:
         """Whether few did: rows of ever other sizes, or adapters that are switched between steps."""
         self.no_memory = False
         """Whether a capture ran out of memory."""
+        self.repeated = False
+        """Whether a forward had several backwards (`retain_graph`): a graph's overwrites what it reads."""
         self._found: list[bool] = []
         """Whether each training forward found a graph there."""
         self._wasted = 0
@@ -77,7 +79,7 @@ class GraphBenefit:
     def wanted(self) -> bool:
         """Whether a graph pays, as far as is known."""
         pays = self.host_share is not None and self.host_share >= HOST_BOUND and (self.gain or 0.0) <= PAYS
-        return pays and not self.no_memory and not self.rare
+        return pays and not (self.no_memory or self.rare or self.repeated)
 
     @property
     def lost(self) -> bool:
@@ -91,6 +93,8 @@ class GraphBenefit:
             return "the first steps measure whether it pays"
         if self.rare:
             return "few forwards found one that was captured before: rows differ, or the model is changed in between"
+        if self.repeated:
+            return "a forward had several backwards, and a graph's runs once"
         if self.no_memory:
             return "there was no memory for one"
         words = f"launching takes the host {self.host_share:.0%} of a forward's time"
@@ -103,7 +107,9 @@ class GraphBenefit:
         self._last = None
         if self.host_share is not None:
             return run()
-        if self._timed and not self._timed[-1].backward:
+        backwards = self._timed[-1].backwards if self._timed else 1
+        self.repeated = self.repeated or backwards > 1
+        if not backwards:
             self._timed.clear()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

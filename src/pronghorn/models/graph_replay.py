@@ -68,7 +68,7 @@ class Replay(torch.autograd.Function):
         if graphs is None or graphs.replays != ctx.replay:
             raise TrainingError(
                 "what this batch's backward needs was overwritten by another forward, or by a backward before",
-                "attach with graph='off' for several forwards a backward, or several backwards a forward",
+                "attach with graph='off' for several backwards of a forward (retain_graph)",
             )
         graphs.replays += 1
         ctx.waiting = None

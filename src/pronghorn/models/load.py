@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pronghorn.data.downloads import room_for
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
 from pronghorn.models.composite import Composite
@@ -123,7 +124,8 @@ class FoundModel:
             return tokenizer_of(path)
         if self.base is not None and not (path / "tokenizer_config.json").is_file():
             return self.base.tokenizer()
-        return _tokenizer(self.name, **self.hub)
+        with room_for(self.name):
+            return _tokenizer(self.name, **self.hub)
 
     def model(self, dtype: torch.dtype, device: torch.device, share: SharedLoading | None = None) -> Any:
         """Load the model with weights of `dtype` (those of a quantised base stay as stored) on `device`.
@@ -140,7 +142,8 @@ class FoundModel:
             if rows is not None or len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
                 grow_embeddings(base, tokenizer, exactly=rows)
             return _with_adapter(base, self.name)
-        model = self._whole_base(dtype, device, share)
+        with room_for(self.name):
+            model = self._whole_base(dtype, device, share)
         if self.composite is not None:
             model.composite = self.composite  # plain attributes, never saved: saving goes back to the checkpoint
             model.hub_revision = self.hub["revision"]
@@ -312,7 +315,8 @@ def find_model(
         )
         return FoundModel(path, None, base, max_seq_length, load_in_4bit, hub)
     found = path if path.exists() else name
-    config = _config(found, hub)
+    with room_for(found):
+        config = _config(found, hub)
     composite = Composite.of(found, config)
     if composite is not None:
         config = composite.text_config()

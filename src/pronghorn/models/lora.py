@@ -19,6 +19,7 @@ from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
 from pronghorn.models.families import base_causal_lm, check_config, check_subject, decoder_layers, has_experts
 from pronghorn.models.reach import all_linears, end_names, reached_linears
+from pronghorn.models.skeleton import tie_copies
 from pronghorn.recipe_sections import CHANGES_BASE
 
 DENSE_MLP = tuple(name for group in GatedMLP().linears for name in group)
@@ -102,7 +103,8 @@ def add_lora(
         raise ConfigError(f"bias = {bias!r} is unknown", "use 'none', 'all' or 'lora_only'")
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            "the model already has an adapter", "train that adapter on, or load the base model without it"
+            "the model already has an adapter",
+            "leave this call out (a notebook's cell that runs twice) and train that adapter on, or load the base anew",
         )
     check_subject(model)
     if r < 1:
@@ -161,6 +163,7 @@ def add_lora(
         torch.manual_seed(random_state)
         # adapters of a model without weights have none either
         adapted = get_peft_model(model, config, low_cpu_mem_usage=device.type == "meta")
+    tie_copies(adapted, config)
     if str(init_lora_weights).startswith(CHANGES_BASE):
         _check_ranks(adapted, init_lora_weights)
     if dtype is not None:

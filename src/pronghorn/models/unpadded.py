@@ -69,7 +69,7 @@ def unpad(layers: FusedLayers, kwargs: dict[str, Any], tokens: Tensor, labels: T
     count = int(lengths.sum())
     step, backbone = TILE_ROWS, layers.backbone
     graphs = backbone.__dict__.get(GRAPHS)
-    if graphs is not None and graphs.replayed and backbone.training and torch.is_grad_enabled():
+    if graphs is not None and graphs.may_serve(int(lengths.max())):
         step = coarse(count, step, longest_tail(backbone.config))  # a graph serves one length
     tail = round_up(count, step) - count
     places = torch.from_numpy(np.flatnonzero(real)).to(tokens.device)

@@ -91,7 +91,8 @@ def convert(draft: Draft) -> None:
         _adapter(draft)
     if draft.given.get("quantization_bit") == 4:
         draft.take("quantization_bit")
-        draft.take("quantization_method")
+        if (way := draft.take("quantization_method", "bnb")) not in ("bnb", "bitsandbytes"):
+            draft.lost["quantization_method"] = f"{way} is not here; bitsandbytes' NF4 is written instead"
         draft.put("model.load_in_4bit", True, "quantization_bit: 4")
     _data(draft)
     packed = bool(draft.given.get("packing", stage == "pt") or draft.given.get("neat_packing"))

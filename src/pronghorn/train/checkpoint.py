@@ -49,9 +49,32 @@ class Fingerprint:
         return cls(_digest("\n".join(trainable).encode()), _digest("\n".join(frozen).encode() + sample))
 
 
-def seal(folder: Path, fingerprint: Fingerprint, recipe: str | None) -> None:
-    """Write the manifest of a finished folder, with the recipe's hash if a recipe made it, and flush every file."""
-    state.write_manifest(folder, SCHEMA, {"model": asdict(fingerprint), "recipe": recipe})
+def seal(folder: Path, fingerprint: Fingerprint, recipe: str | None, step_rows: int) -> None:
+    """Write the manifest of a finished folder, with the rows of a step and the recipe's hash if a recipe made it, and
+    flush every file."""
+    state.write_manifest(folder, SCHEMA, {"model": asdict(fingerprint), "recipe": recipe, "step_rows": step_rows})
+
+
+def other_steps(folder: Path, step_rows: int) -> str | None:
+    """Say that steps have other rows from here on than those of the training that wrote a checkpoint; None: they have
+    as many, or it doesn't tell (stock TRL's).
+
+    Raises:
+        DataError: it has no optimiser state.
+    """
+    if not [*folder.glob("optimizer.*"), *folder.glob("shared_optimizer-*")]:
+        raise DataError(
+            f"{folder} has no optimiser state to go on with (save_only_model=True)",
+            "resume from one that was saved without it; or load these weights, and begin anew with them",
+        )
+    manifest = state.read_json(folder / state.MANIFEST, SCHEMA, "") if (folder / state.MANIFEST).exists() else {}
+    if (before := manifest.get("step_rows", step_rows)) == step_rows:
+        return None
+    return (
+        f"{folder.name} was saved by steps of {before} rows, and those of this training have {step_rows}: its place in "
+        "the data is counted in steps, so some rows are trained twice or left out. To go on with the same steps keep "
+        f"rows of a micro-batch x gradient_accumulation_steps x processes at {before}"
+    )
 
 
 def check_folder(folder: Path) -> None:

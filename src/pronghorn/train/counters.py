@@ -18,6 +18,11 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.device import processes
 
 
+def is_spare(packed: Any) -> bool:
+    """Tell whether a micro-batch takes part for the other processes' sake alone, without labels (`data.dealing`)."""
+    return isinstance(packed, PackedBatch) and packed.n_labels == 0 and processes() > 1
+
+
 class StepCounters:
     """Tokens of all processes and time of this one since the last log. A padded batch's real tokens are
     summed on the device and read when the log reads the loss anyway."""
@@ -55,8 +60,8 @@ class StepCounters:
         """Count a micro-batch."""
         self._started = self._started or time.perf_counter()
         packed = inputs.get("packed")
-        if isinstance(packed, PackedBatch) and packed.n_labels == 0 and processes() > 1:
-            return  # takes part for the others' sake (data.dealing)
+        if is_spare(packed):
+            return
         self._places += inputs["input_ids"].numel()
         if isinstance(packed, PackedBatch):
             self._tokens += packed.real_tokens

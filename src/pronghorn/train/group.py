@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from datasets import IterableDataset
 
 from pronghorn.config import Recipe
 from pronghorn.device import processes
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.load import default_device, resolve_dtype
 from pronghorn.text import counted
 
@@ -51,6 +54,74 @@ def check_gpus_apart(device: torch.device) -> None:
 def identity(device: torch.device) -> str:
     """Return what tells a GPU from all others, of other hosts too."""
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def share_output(args: Any) -> None:
+    """Let all processes use the `output_dir` of the first, which may be named by the time: there checkpoints are saved,
+    and from there each loads the best. All processes call it."""
+    if processes() > 1:
+        args.output_dir = _told("output_dir", str(args.output_dir))[0]
+
+
+def settle_loading(args: Any, packs_train: bool, packs_eval: bool | None, evaluated: Any) -> None:
+    """Refuse what makes processes' batches unlike, or a step another one, and let each process read streamed rows by
+    itself, as TRL does for training: accelerate would join the processes' batches, whose widths differ.
+
+    Args:
+        packs_eval: None where nothing is evaluated.
+        evaluated: the trainer's `eval_dataset`.
+    """
+    if processes() == 1:
+        return
+    how, packs_all = args.accelerator_config, packs_train and packs_eval is not False
+    if packs_train and not args.average_tokens_across_devices:
+        raise UnsupportedError(
+            "average_tokens_across_devices = False with packed rows, of which an epoch's last step has too few for all "
+            "processes: one without labels would count as much as the others",
+            "leave it at True, or set packing=False",
+        )
+    if packs_train and how.split_batches:
+        raise UnsupportedError(
+            "accelerator_config's split_batches with packed rows",
+            "leave it out: per_device_train_batch_size are the rows of each process",
+        )
+    if not (how.even_batches or packs_all or args.dataloader_drop_last):
+        raise ConfigError(
+            f"accelerator_config's even_batches = False, and {processes()} processes that may have unlike many "
+            "batches: one would wait for another that has ended",
+            "leave it out, or set dataloader_drop_last=True",
+        )
+    of_one_width = args.pad_to_multiple_of and args.max_length and args.pad_to_multiple_of >= args.max_length
+    if how.dispatch_batches and not (how.split_batches or packs_all or of_one_width):
+        raise ConfigError(
+            "accelerator_config's dispatch_batches joins the processes' batches, which are padded to unlike lengths",
+            "leave it out: each process reads its own; or set split_batches beside it",
+        )
+    given = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+    if how.dispatch_batches is None and any(isinstance(each, IterableDataset) for each in given):
+        how.dispatch_batches = False
+
+
+def check_same_data(name: str, given: Any) -> None:
+    """Refuse data sets that differ between processes, by their length and three documents: each would take its share
+    of another order, and one with more rows wait forever. All processes call it.
+
+    Raises:
+        DataError: they differ.
+    """
+    if processes() == 1:
+        return
+    own = hashlib.blake2b(digest_size=8)
+    for dataset in given.values() if isinstance(given, dict) else [given]:
+        documents: Any = getattr(dataset, "documents", dataset)
+        count = len(documents) if hasattr(documents, "__len__") else 0
+        own.update(repr([count, *(documents[at] for at in (0, count // 2, count - 1) if count)]).encode())
+    if len(set(_told(name, own.hexdigest()))) > 1:
+        raise DataError(
+            f"{name} is another one in each of {processes()} processes",
+            "give all of them the same rows in the same order (shuffle with a seed, don't split by process): the "
+            "trainer gives each its share",
+        )
 
 
 def check_one_dtype(recipe: Recipe) -> None:

@@ -62,9 +62,10 @@ class EndToEnd:
             step = coarse(tokens, step, self.longest_tail)
         return Collator(round_up(tokens, step), self.pad_token_id)([whole])
 
-    def is_one_of_few(self, tokens: int) -> bool:
+    def is_one_of_few(self, packed: PackedBatch) -> bool:
         """Tell whether a row's length is among those that are left where few are wanted."""
-        return tokens % coarse(tokens, self.multiple, self.longest_tail) == 0
+        tokens = packed.real_tokens
+        return packed.tokens == round_up(tokens, coarse(tokens, self.multiple, self.longest_tail))
 
 
 def _listed(values: Any) -> list[int]:
@@ -103,13 +104,13 @@ def joining(trainer: Any, pad_token_id: int | None) -> EndToEnd:
 def few_lengths(collate: EndToEnd | None, model: Any, packed: PackedBatch | None) -> Iterator[None]:
     """Let a micro-batch be trained. Its collators learn whether CUDA graphs are replayed, each of which serves rows of
     one length; a row that was made before they knew goes without, so that none is captured for it."""
-    handle = None if collate is None or collate.few is None or packed is None else attached(model)
-    if handle is None or handle.graphs is None:
+    handle = attached(model)
+    if handle is None or handle.graphs is None or collate is None or collate.few is None or packed is None:
         yield
         return
     graphs, paused = handle.graphs, handle.graphs.paused
-    collate.few.fill_(graphs.replayed)  # type: ignore[union-attr]
-    graphs.paused = paused or (graphs.replayed and not collate.is_one_of_few(packed.tokens))  # type: ignore[union-attr]
+    collate.few.fill_(graphs.replayed)
+    graphs.paused = paused or (graphs.replayed and not collate.is_one_of_few(packed))
     try:
         yield
     finally:

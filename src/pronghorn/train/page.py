@@ -37,7 +37,8 @@ def write_text(path: Path, text: str) -> Path:
     try:
         return state.write_text(path, text)
     except OSError as error:
-        raise ConfigError(f"{path} can't be written ({error.strerror})", "free some space, or name another") from error
+        remedy = state.remedy_of(error, "mend its folder and the rights there, or name another file")
+        raise ConfigError(f"{path} can't be written ({error.strerror})", remedy) from error
 
 
 def check_page(path: Path | None) -> None:
@@ -59,4 +60,5 @@ def check_writable(path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
     except OSError as error:
-        raise ConfigError(f"{path} can't be written ({error.strerror})", "give the path of a file") from error
+        remedy = state.remedy_of(error, "name a file, in a folder that you may write to")
+        raise ConfigError(f"{path} can't be written ({error.strerror})", remedy) from error

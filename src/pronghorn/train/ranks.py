@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from pronghorn.data.dealing import DealtRows, Share
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import processes
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export.folder import full_disk, whole_folder
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded import IN_BUFFER
@@ -32,6 +32,7 @@ from pronghorn.memory.sharded_training import TrainedParts
 from pronghorn.memory.step_time import attention_share
 from pronghorn.models.auto_plan import dims_of
 from pronghorn.models.families import base_causal_lm
+from pronghorn.text import counted
 
 MOST_BYTES = 2**30
 """Of gradients that travel in one piece: about 5 ms between GPUs of one host."""
@@ -157,6 +158,28 @@ def dealt_loader(
         dispatch_batches=False,
         non_blocking=accelerator.non_blocking,
     )
+
+
+def nonempty(loader: DataLoader, rows: Any, args: Any) -> DataLoader:
+    """Return the loader, if there is a micro-batch: `dataloader_drop_last` may leave out every row.
+
+    Raises:
+        DataError: there is none.
+    """
+    if args.dataloader_drop_last and hasattr(rows, "__len__") and len(loader) == 0:
+        each = args.per_device_train_batch_size
+        raise DataError(
+            f"dataloader_drop_last leaves out all there is, {counted(len(rows), 'row')}: a micro-batch has {each} "
+            f"on each of {counted(args.world_size, 'process')}",
+            "leave dataloader_drop_last out, or give more rows, fewer processes or a lower per_device_train_batch_size",
+        )
+    return loader
+
+
+def step_rows(args: Any) -> int:
+    """Return the rows of a step, of all processes."""
+    share = 1 if args.accelerator_config.split_batches else int(args.world_size)
+    return int(args.per_device_train_batch_size) * int(args.gradient_accumulation_steps) * share
 
 
 @contextmanager

@@ -120,9 +120,8 @@ def write_table(path: Path, schema: str, table: dict[str, Any]) -> Path:
     try:
         return state.write_json(path, schema, _finite(table))
     except OSError as error:
-        raise TrainingError(
-            f"{path} can't be written ({error.strerror})", "free some space and run the same command again"
-        ) from error
+        remedy = state.remedy_of(error, "mend its folder and the rights there, and run the same command again")
+        raise TrainingError(f"{path} can't be written ({error.strerror})", remedy) from error
 
 
 def read_table(path: Path, schema: str, kind: type[T], remedy: str) -> T:

@@ -35,10 +35,10 @@ from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.families import base_causal_lm
 from pronghorn.optimizers import page_again
 from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_model, prepared_rows, validate
-from pronghorn.train.counters import StepCounters
+from pronghorn.train.counters import StepCounters, is_spare
 from pronghorn.train.evaluating import EvaluatingTrainer
 from pronghorn.train.gradients import GradientWatch
-from pronghorn.train.group import check_gpus_apart
+from pronghorn.train.group import check_gpus_apart, check_same_data, settle_loading, share_output
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
 from pronghorn.train.ranks import (
     MOST_BYTES,
@@ -51,6 +51,8 @@ from pronghorn.train.ranks import (
     dealt_loader,
     folder_of_all,
     leave_packed_to_each_process,
+    nonempty,
+    step_rows,
 )
 from pronghorn.train.rates import kept_rates
 
@@ -85,6 +87,9 @@ class SFTTrainer(EvaluatingTrainer):
         validate.check_arguments(args, kwargs, self._packs_train, self._packs_eval)
         one_gpu = validate.use_one_gpu(args)
         check_gpus_apart(args.device)
+        share_output(args)
+        evaluated = kwargs.get("eval_dataset")
+        settle_loading(args, self._packs_train, None if evaluated is None else self._packs_eval, evaluated)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             validate.check_dataset(name, kwargs.get(name), packs, args, kwargs)
         if kwargs.get("formatting_func") is None:  # which may read them; TRL's constructor looks at the columns, too
@@ -129,6 +134,8 @@ class SFTTrainer(EvaluatingTrainer):
         settled = prepared_model.settled(self.accelerator, handle, args, self.padded is not None)
         prepared_model.resolve_plan(handle, args, **settled)
         validate.check_tokens(self)
+        for name in ("train_dataset", "eval_dataset"):
+            check_same_data(name, getattr(self, name))
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = prepared_rows.Collators(self._pack_collator, stock)
@@ -139,7 +146,7 @@ class SFTTrainer(EvaluatingTrainer):
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         """Where a word to the user goes."""
         for told in (one_gpu, self.padded and f"documents are padded: {self.padded}"):
-            if told is not None:
+            if told is not None and args.should_log:
                 self.note(told)
         self.look_ahead: int | None = None
         """Steps whose rows are regrouped so that those of a step take alike long; None: `data.dealing` decides."""
@@ -182,7 +189,11 @@ class SFTTrainer(EvaluatingTrainer):
         self.accelerator.__class__ = CopiesAccelerator
 
     def get_train_dataloader(self) -> DataLoader:
-        """Deal packed rows to the processes by their costs; of what isn't packed the steps are stock's."""
+        """Deal packed rows to the processes by their costs; of what isn't packed the steps are stock's. A loader
+        without a micro-batch is refused (DataError): stock would end without a step."""
+        return nonempty(self._train_loader(), self.train_dataset, self.args)
+
+    def _train_loader(self) -> DataLoader:
         rows, args = self.train_dataset, self.args
         if not isinstance(rows, PackedRows):
             given: Any = self.data_collator  # which evaluations have, whose logits somebody may read
@@ -244,7 +255,9 @@ class SFTTrainer(EvaluatingTrainer):
         """Count tokens as stock does. Of a row without padding between them it can't tell which are padding, and would
         leave out all that have its id: with many tokenizers each document's last one."""
         packed = inputs.get("packed")
-        if packed is not None and self.args.include_num_input_tokens_seen == "non_padding":
+        if is_spare(packed):
+            inputs = {**inputs, "input_ids": inputs["input_ids"][:0], "attention_mask": torch.tensor(0)}
+        elif packed is not None and self.args.include_num_input_tokens_seen == "non_padding":
             inputs = {**inputs, "attention_mask": torch.tensor(packed.real_tokens)}  # stock sums it
         super()._track_num_input_tokens(inputs)
 
@@ -310,6 +323,9 @@ class SFTTrainer(EvaluatingTrainer):
             validate.check_attached(self.model)
         if resume_from_checkpoint is not None:
             self._check(Path(resume_from_checkpoint))
+            told = checkpoint.other_steps(Path(resume_from_checkpoint), step_rows(self.args))
+            if told is not None and self.args.should_log:
+                self.note(told)
         gathers = sharded(base_causal_lm(self.model)) is not None
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
         if self._at_once:
@@ -364,7 +380,7 @@ class SFTTrainer(EvaluatingTrainer):
                 for path in (folder / name).iterdir():  # stock makes a folder of that name in the one it is given
                     path.rename(folder / path.name)
                 (folder / name).rmdir()
-                checkpoint.seal(folder, self._fingerprint, self.recipe)
+                checkpoint.seal(folder, self._fingerprint, self.recipe, step_rows(self.args))
         if self.args.should_save:
             best = Path(self.state.best_model_checkpoint or name)
             checkpoint.keep_newest(output, self.keep, name, best.name)  # the new one, too: clocks may be set back

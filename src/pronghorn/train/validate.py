@@ -64,7 +64,8 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
             if packing:
                 raise UnsupportedError(
                     f"{name} is streamed, and best-fit packing needs every length first",
-                    "load it whole (streaming=False), or use TRL's own SFTTrainer with an attached model",
+                    "load it whole (streaming=False), or "
+                    + ("set eval_packing=False" if name == "eval_dataset" else "set packing=False"),
                 )
         elif len(dataset) == 0:
             raise DataError(f"{name} is empty", "check the file and the filters it went through")

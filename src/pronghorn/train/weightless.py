@@ -18,6 +18,7 @@ from pronghorn.models.generic import PACKING
 from pronghorn.models.limits import check_range
 from pronghorn.models.load import FoundModel
 from pronghorn.models.share import SharedLoading
+from pronghorn.models.skeleton import tie_copies
 from pronghorn.optimizers import ON_PARTS
 from pronghorn.train.padding_free import why_padded
 
@@ -35,7 +36,9 @@ class _Weightless(FoundModel):
         config = PeftConfig.from_pretrained(str(self.name))
         config.inference_mode = False
         base = _Weightless(**vars(self.base)).model(dtype, device)
-        return get_peft_model(base, config, low_cpu_mem_usage=True)
+        adapted = get_peft_model(base, config, low_cpu_mem_usage=True)
+        tie_copies(adapted, config)
+        return adapted
 
 
 def weightless(recipe: Recipe, found_model: FoundModel) -> Handle:

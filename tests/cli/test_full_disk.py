@@ -1,0 +1,122 @@
+"""A full disk under what commands write: nothing half-written stays, and the remedy is to make room."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from typer.testing import CliRunner
+
+from pronghorn.cli.main import app
+from pronghorn.config import Source
+from pronghorn.data.sources import fingerprint
+from pronghorn.errors import ConfigError, DataError
+from pronghorn.models.load import find_model
+from pronghorn.train.page import check_writable, write_text
+
+AXOLOTL = "base_model: a/b\nsequence_len: 64\nadapter: lora\ndatasets:\n  - {path: a.jsonl, type: alpaca}\n"
+RECIPE = "model: {name: a/b, max_seq_length: 64}\ndata: {train: a.jsonl}\ntrain: {output: out}\n"
+
+
+def fails(number: int) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("number", "says", "remedy"),
+    [
+        (errno.ENOSPC, "No space left on device", "free some space and try again"),
+        (errno.EDQUOT, "Disk quota exceeded", "free some space and try again"),
+        (errno.EFBIG, "File too large", "raise the quota, ulimit -f or"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["convert", "a.yml", "--output", "new"],
+        ["init", "new", "--recipe", "texts"],
+        ["launch", "--slurm", "r.yaml", "--gpus", "1", "--output", "new"],
+    ],
+)
+def test_no_half_written_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], number: int, says: str, remedy: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yml").write_text(AXOLOTL)
+    Path("r.yaml").write_text(RECIPE)
+    Path("a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    opened = Path.open
+
+    def open_full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file: Any = opened(path, mode, *args, **options)
+        if path.name == "new":
+            file.write("half")
+            file.write = fails(number)
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_full)
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1 and f"new can't be written ({says})" in result.output, result.output
+    assert f"remedy: {remedy}" in result.output and not Path("new").exists(), result.output
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and Path("new").read_text(), result.output
+
+
+def test_a_full_disk_elsewhere_is_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of temporary files, and of the file that a shell sends the output to."""
+    monkeypatch.setattr("pronghorn.cli.docs.typer.echo", fails(errno.ENOSPC))
+    result = CliRunner().invoke(app, ["docs", "recipe"])
+    assert result.exit_code == 1 and "disk space ran out: [Errno 28]" in result.output, result.output
+    assert "free some space where files, temporary ones (TMPDIR) and this output go" in result.output
+
+
+def test_pages_name_the_remedy_of_their_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "a.html"
+    for number, remedy in ((errno.ENOSPC, "free some space and try again"), (errno.EACCES, "mend its folder and")):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=remedy):
+            patch.setattr("pronghorn.state.os.fsync", fails(number))
+            write_text(page, "text")
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="in a folder that you may write to"):
+        check_writable(Path("/proc/pronghorn/a.html"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Data processing error: I/O error: No space left on device (os error 28)"),
+        OSError("Not enough disk space. Needed: 2.00 GiB"),
+    ],
+)
+@pytest.mark.parametrize("part", ["configuration", "tokenizer", "weights", "data"])
+def test_a_disk_without_room_for_a_download(
+    monkeypatch: pytest.MonkeyPatch, stories: Path, part: str, error: Any
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    name = "owner/name"
+    found = replace(find_model(str(stories), max_seq_length=64), name=name)
+    calls: dict[str, tuple[Any, str, Callable[[], Any]]] = {
+        "configuration": (PretrainedConfig, "get_config_dict", lambda: find_model(name, max_seq_length=64)),
+        "tokenizer": (AutoTokenizer, "from_pretrained", found.tokenizer),
+        "weights": (AutoModelForCausalLM, "from_pretrained", lambda: found.model(torch.float32, torch.device("cpu"))),
+        "data": (datasets, "load_dataset", lambda: fingerprint(Source(path=Path(name)))),
+    }
+    holder, function, call = calls[part]
+    monkeypatch.setattr(holder, function, fail)
+    with pytest.raises(DataError, match=r"the disk of .* is full, where owner/name is downloaded to: free some space"):
+        call()
