@@ -59,10 +59,11 @@ with long ones."""
 
 
 def coarse(tokens: int, step: int, longest_tail: int = LONGEST_TAIL) -> int:
-    """Return the multiple of `step` that a row of so many tokens is rounded up to a multiple of where few lengths are
-    wanted: four are left in an octave.
+    """Return the step by which rows of so many tokens are rounded up where few lengths are wanted: four are left in an
+    octave.
 
     Args:
+        step: of which the result is a multiple.
         longest_tail: the most tokens that this may add.
     """
     quarter = max(1 << (tokens - 1).bit_length() >> 3, 1)

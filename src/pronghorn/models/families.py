@@ -108,10 +108,15 @@ def rope_limit(config: Any) -> int | None:
     return min(limits, default=None)
 
 
+def position_limits(config: Any) -> list[int]:
+    """Return the lengths that no document of a row may exceed, as far as a configuration names any."""
+    limits = [rope_limit(config), getattr(config, "max_position_embeddings", None)]
+    return [limit for limit in limits if limit and limit > 0]
+
+
 def longest_tail(config: Any) -> int:
     """Return the most padding that may lie as a document of its own behind a row's others."""
-    limits = [rope_limit(config), getattr(config, "max_position_embeddings", None)]
-    return min([LONGEST_TAIL, *(limit for limit in limits if limit and limit > 0)])
+    return min([LONGEST_TAIL, *position_limits(config)])
 
 
 def base_causal_lm(model: Any) -> Any:

@@ -93,7 +93,11 @@ def check_folder(folder: Path) -> None:
 def verify(folder: Path, contents: bool = True) -> dict[str, Any]:
     """Return the manifest of a checkpoint; DataError if that is missing or doesn't describe the files there."""
     remedy = f"delete {folder.name} and run again: training goes on from the checkpoint before it, or from the start"
-    return state.check_manifest(folder, SCHEMA, remedy, contents)
+    manifest = state.check_manifest(folder, SCHEMA, remedy, contents)
+    rows = manifest.get("step_rows", 1)  # which earlier versions didn't write
+    if type(rows) is not int or rows < 1:
+        raise DataError(f"{folder / state.MANIFEST}: step_rows = {rows!r} is no number of rows", remedy)
+    return manifest
 
 
 def check_model(folder: Path, manifest: dict[str, Any], fingerprint: Fingerprint) -> None:

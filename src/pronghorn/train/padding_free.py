@@ -20,7 +20,7 @@ from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import Handle, attached
 from pronghorn.models.causal_lm import has_own_loss
-from pronghorn.models.families import balances_experts, base_causal_lm, longest_tail, rope_limit
+from pronghorn.models.families import balances_experts, base_causal_lm, longest_tail, position_limits, rope_limit
 from pronghorn.models.generic import PACKING
 from pronghorn.models.metadata import mixing_adapter
 from pronghorn.models.padded_probe import require_padded
@@ -92,9 +92,8 @@ def joining(trainer: Any, pad_token_id: int | None) -> EndToEnd:
     base = base_causal_lm(trainer.model)
     if PACKING in base.__dict__ and balances_experts(base.config):
         return EndToEnd(pad_token_id, 1)  # transformers' auxiliary loss would count the tail
-    limits = [rope_limit(base.config), getattr(base.config, "max_position_embeddings", None)]
-    known, handle = [limit for limit in limits if limit and limit > 0], attached(trainer.model)
-    multiple = min([int(trainer.args.pad_to_multiple_of or TILE_ROWS), *known])
+    handle = attached(trainer.model)
+    multiple = min([int(trainer.args.pad_to_multiple_of or TILE_ROWS), *position_limits(base.config)])
     graphed = handle is not None and handle.graphs is not None
     few = torch.zeros(1, dtype=torch.bool).share_memory_() if graphed else None
     return EndToEnd(pad_token_id, multiple, few, longest_tail(base.config))
