@@ -18,7 +18,7 @@ from pronghorn.models import experts as computed
 from pronghorn.models.experts import expert_modules, weights
 from pronghorn.moe.route import route
 from pronghorn.parity.routing import Gaps, Guide, by_document, judged, merged
-from support.tiny import tiny_model
+from support.tiny import MOE_FAMILIES, tiny_model
 from support.verified import only_cause, planted, subjects
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -61,6 +61,15 @@ def test_near_ties_are_no_fault(subject_of: Any, family: str) -> None:
             "within rounding"
         )
     assert found[Name.LOGITS].limit < 0.1, "no token of plain went elsewhere"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_sound_models_pass_on_the_gpu(subject_of: Any, family: str, dtype: torch.dtype) -> None:
+    report = verify(subject_of(family, dtype=dtype, device="cuda", experts=EXPERTS))
+    assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
+    assert not checked(report)[Name.OUTPUTS].detail.startswith("not checked")
 
 
 def inside(model: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[..., tuple[Any, Any, Any]]) -> None:
