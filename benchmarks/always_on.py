@@ -36,7 +36,7 @@ from benchmarks.record import Facts
 from benchmarks.timing import STEPS_A_TURN, CudaClock, HostClock
 from benchmarks.workload import make_rows
 from pronghorn.diagnose.shapes import checkpoint_of
-from pronghorn.models.load import default_device, load_model
+from pronghorn.loading.load import default_device, load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.train.trainer import SFTTrainer
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.program import names, parser_of, run, show
 from benchmarks.record import Facts
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose.served import heldout_rows
 from pronghorn.errors import TrainingError
 from pronghorn.export.adapter_layouts import write_served_adapter
@@ -42,9 +42,9 @@ from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.engines.vllm import serve_vllm
 from pronghorn.export.gguf import quantiser, write_gguf
 from pronghorn.export.merge import merged_tensors, save_merged
+from pronghorn.loading.gguf import load_gguf
+from pronghorn.loading.load import load_model
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.gguf import load_gguf
-from pronghorn.models.load import load_model
 from pronghorn.train.chat import load_chat, recipe_of
 from pronghorn.train.record import FILE_NAME as RECORD
 from pronghorn.train.record import RunRecord

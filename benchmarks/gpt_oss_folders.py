@@ -23,8 +23,8 @@ from benchmarks.program import parser_of, run
 from benchmarks.random_weights import generated
 from pronghorn.diagnose.shapes import BOS, EOS, PAD, byte_tokenizer, shape_of
 from pronghorn.errors import ConfigError
-from pronghorn.models.packed_checkpoint import PackedSkeleton
-from pronghorn.models.skeleton import without_weights
+from pronghorn.loading.packed_checkpoint import PackedSkeleton
+from pronghorn.loading.skeleton import without_weights
 from pronghorn.state import new_folder
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}

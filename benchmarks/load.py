@@ -27,9 +27,9 @@ from benchmarks.program import parser_of, run
 from benchmarks.record import check_out
 from pronghorn.device import device_name, versions
 from pronghorn.diagnose.shapes import check_model, checkpoint_of
-from pronghorn.models.load import default_device, load_model, resolve_dtype
-from pronghorn.models.one_by_one import LOADED_BY
-from pronghorn.models.weights import bitsandbytes_config
+from pronghorn.loading.load import default_device, load_model, resolve_dtype
+from pronghorn.loading.weights import bitsandbytes_config
+from pronghorn.models.report import LOADED_BY
 from pronghorn.precision.loader import check_weights
 
 PIECE = 16 * 2**20

@@ -36,6 +36,7 @@ from pronghorn.memory.estimate import CONTEXT_BYTES, MemoryModel, ModelDims, Tra
 from pronghorn.memory.plan import TILE_ROWS, Plan, Policy
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach
+from pronghorn.train import weightless
 
 POLICIES = {
     name: Plan((policy,))
@@ -170,7 +171,7 @@ def main(given: argparse.Namespace) -> bool:
     total = torch.cuda.get_device_properties().total_memory
     budget = total if given.memory is None else parse_bytes(given.memory, "--memory")
     setting = Setting(fields, budget, given.document, given.steps, given.tokens)
-    shape = auto_plan.dims_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
+    shape = auto_plan.dims_of(weightless.skeleton(AutoConfig.for_model(**fields)))
     with Facts(given) as facts:
         facts |= {"shape": given.shape, "layers": len(shape.layers), "memory_bytes": budget, "document": given.document}
         facts["policies"] = []

@@ -35,6 +35,7 @@ from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import MemoryModel, Method, TrainSetup
 from pronghorn.memory.plan import Policy
 from pronghorn.models import auto_plan
+from pronghorn.train import weightless
 
 
 def limits(model: str, method: Method, tokens: int, count: int) -> list[int]:
@@ -43,7 +44,7 @@ def limits(model: str, method: Method, tokens: int, count: int) -> list[int]:
 
     fields = shape_of(model)
     config: Any = AutoConfig.from_pretrained(model) if fields is None else AutoConfig.for_model(**fields)
-    shape = auto_plan.dims_of(auto_plan.skeleton(config))
+    shape = auto_plan.dims_of(weightless.skeleton(config))
     step = MemoryModel.of(shape, TrainSetup(tokens, method, accumulates=False))
     ends = ((policy,) * len(shape.layers) for policy in (Policy.OFFLOAD, Policy.KEEP))
     least, most = (step.process(step.peak(policies, 1)) for policies in ends)

@@ -27,6 +27,8 @@ from benchmarks.workload import make_rows
 from pronghorn.device import graph_bytes
 from pronghorn.diagnose.shapes import checkpoint_of, shape_of
 from pronghorn.errors import PronghornError
+from pronghorn.loading.load import load_model
+from pronghorn.loading.packed_checkpoint import PackedSkeleton
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import GIB, MemoryModel
 from pronghorn.memory.plan import TILE_ROWS, Plan, Policy
@@ -35,9 +37,7 @@ from pronghorn.memory.step_time import step_times
 from pronghorn.memory.tiles import tiled_times
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, setup_of
-from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
-from pronghorn.models.packed_checkpoint import PackedSkeleton
 
 POLICIES = ("keep", "norms", "mlp", "layer", "offload")
 CASES = """

@@ -55,7 +55,7 @@ def show(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
 
 def gsm8k(file: Path, tokenizer: Any, longest: int, most: int | None = None) -> list[dict[str, list[int]]]:
     """Tokenise the first rows of a file of GSM8K, the answers supervised, cut after `longest` tokens."""
-    from pronghorn.config import Source
+    from pronghorn.config.recipe import Source
     from pronghorn.data.formats import RowReader
     from pronghorn.data.labels import label_rows
     from pronghorn.data.overflow import fit

@@ -141,9 +141,9 @@ def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) 
 
     from benchmarks.workload import ROWS, make_rows
     from pronghorn.diagnose.shapes import byte_tokenizer
+    from pronghorn.loading.share import share_layers
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import attach
-    from pronghorn.models.share import share_layers
     from pronghorn.precision.compute import Compute
     from pronghorn.train.trainer import SFTTrainer
 

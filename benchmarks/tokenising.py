@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.program import parser_of, run, show
 from benchmarks.record import Result, Workload, check_out, command_line, write_results
-from pronghorn.config import Source
+from pronghorn.config.recipe import Source
 from pronghorn.data.formats import RowReader
 from pronghorn.data.labels import Labeller
 from pronghorn.data.parts import Tokenising

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pronghorn.errors import DataError
 from pronghorn.export.folder import whole_folder
-from pronghorn.models.gguf import load_gguf
+from pronghorn.loading.gguf import load_gguf
 from pronghorn.state import lock
 
 NAME = "SmolLM2-135M-Instruct"

@@ -131,7 +131,7 @@ def test_errors_about_files_models_and_templates_are_inert(tmp_path: Path, stori
 
 
 def test_an_error_is_not_longer_than_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pronghorn.config import Recipe
+    from pronghorn.config.recipe import Recipe
     from pronghorn.errors import ConfigError
 
     def refuse(*_: Any) -> None:

@@ -31,10 +31,10 @@ def prepare() -> None:
 def build(spec: Spec, padded: bool = False) -> Built:
     """Build it for packed rows, or for the batches that trainers make who pad."""
     from pronghorn.data.batch import Collator
+    from pronghorn.loading.load import load_model
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import attach
     from pronghorn.models.auto_plan import plan_for, refusal
-    from pronghorn.models.load import load_model
     from pronghorn.models.lora import add_lora
 
     model, _ = load_model(

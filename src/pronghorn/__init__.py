@@ -24,7 +24,7 @@ _HOMES = {
     "PackedBatch": "pronghorn.data.batch",
     "Collator": "pronghorn.data.batch",
     "PackedRows": "pronghorn.data.packed_rows",
-    "Recipe": "pronghorn.config",
+    "Recipe": "pronghorn.config.recipe",
     "register_family": "pronghorn.families.registry",
     "train_on_responses_only": "pronghorn.train.responses",
 }
@@ -48,7 +48,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from pronghorn.api import FastLanguageModel, FastModel
-    from pronghorn.config import Recipe
+    from pronghorn.config.recipe import Recipe
     from pronghorn.data.batch import Collator, PackedBatch
     from pronghorn.data.packed_rows import PackedRows
     from pronghorn.device import is_bf16_supported, is_bfloat16_supported

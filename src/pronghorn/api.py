@@ -21,12 +21,12 @@ from pronghorn.export.gguf import check_quantisations, left_out, read_tokenizer,
 from pronghorn.export.hub import push_folder
 from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.towers import keep_names
+from pronghorn.loading.load import find_model, load_model, resolve_dtype
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.attach_options import Attention, Experimental
 from pronghorn.models.families import base_causal_lm, decoder_layers, recompute_layers
-from pronghorn.models.load import find_model, load_model, resolve_dtype
 from pronghorn.models.lora import add_lora, check_model
 from pronghorn.unsloth_names import answer_methods, refuse_arguments
 

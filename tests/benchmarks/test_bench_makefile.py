@@ -22,6 +22,7 @@ from benchmarks.step import StepOptions, candidates_of, spec_of
 from pronghorn.cli.main import app
 from pronghorn.diagnose.shapes import shape_of
 from pronghorn.models import auto_plan
+from pronghorn.train.weightless import skeleton
 from support import programs
 
 ROOT = Path(__file__).parents[2]
@@ -169,7 +170,7 @@ def test_a_row_that_can_not_be_shorter_ends_the_search(monkeypatch: pytest.Monke
     monkeypatch.setattr(longest_row, "longest", lambda *_: 64)
     fields = shape_of("tiny")
     assert fields is not None
-    shape = auto_plan.dims_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
+    shape = auto_plan.dims_of(skeleton(AutoConfig.for_model(**fields)))
     found = longest_row.meet(shape, "keep", longest_row.Setting(fields, 2**30, 8192, 2))
     assert ran == [64] and found["tried"][0]["out_of_memory"]
     assert found["longest_tokens"] == 0 and not found["met"]

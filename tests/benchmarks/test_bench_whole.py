@@ -188,6 +188,7 @@ def test_a_row_of_a_length_that_was_asked_for_is_tried_once(monkeypatch: pytest.
     from transformers import AutoConfig
 
     from pronghorn.models import auto_plan
+    from pronghorn.train.weightless import skeleton
 
     tried: list[Any] = []
 
@@ -203,7 +204,7 @@ def test_a_row_of_a_length_that_was_asked_for_is_tried_once(monkeypatch: pytest.
     monkeypatch.setattr(longest_row, "ProcessPoolExecutor", lambda *_: Trains())
     fields = shape_of("Llama-3.1-8B")
     assert fields is not None
-    shape = auto_plan.dims_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
+    shape = auto_plan.dims_of(skeleton(AutoConfig.for_model(**fields)))
     setting = longest_row.Setting(fields, 80 * 2**30, 8192, 2, tokens=524_288)
     found = longest_row.meet(shape, "tiled", setting)
     assert tried == [(longest_row.POLICIES["tiled"], 524_288)] and found["met"] and found["longest_tokens"] == 524_288

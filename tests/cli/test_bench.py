@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.batch import PackedBatch
 from pronghorn.diagnose import speed
 from pronghorn.errors import TrainingError

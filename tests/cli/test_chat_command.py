@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from pronghorn.cli.chat import converse
 from pronghorn.cli.console import Console
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError
-from pronghorn.models.load import load_model
+from pronghorn.loading.load import load_model
 from pronghorn.train import evaluate
 from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run

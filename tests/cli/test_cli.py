@@ -110,7 +110,7 @@ def test_help_is_broken_by_the_terminal_alone() -> None:
 
 
 def test_overrides_in_the_help_are_right(recipe: Path) -> None:
-    from pronghorn.config import Recipe
+    from pronghorn.config.recipe import Recipe
 
     examples = [
         shlex.split(line)

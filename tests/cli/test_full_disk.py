@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import Source
+from pronghorn.config.recipe import Source
 from pronghorn.data.sources import fingerprint
 from pronghorn.errors import ConfigError, DataError
-from pronghorn.models.load import find_model
+from pronghorn.loading.load import find_model
 from pronghorn.train.page import check_writable, write_text
 
 AXOLOTL = "base_model: a/b\nsequence_len: 64\nadapter: lora\ndatasets:\n  - {path: a.jsonl, type: alpaca}\n"

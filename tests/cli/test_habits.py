@@ -280,7 +280,7 @@ def test_what_is_meant_is_read(
 
 
 def test_trackers_stand_between_commas(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pronghorn.config import Train
+    from pronghorn.config.recipe import Train
 
     assert Train(output=Path("out"), report_to="tensorboard, wandb").report_to == ["tensorboard", "wandb"]  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from pronghorn.cli import processes
 from pronghorn.cli.main import app
 from pronghorn.cli.processes import choose_gpus, leave_error
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.environment import join_slurm, joined
 from pronghorn.errors import ConfigError, TrainingError
 from support.launched import Forked

@@ -211,7 +211,7 @@ def test_reasoning_is_shown_and_not_sent_back_as_an_answer_s_text(engine: Transf
 @pytest.fixture(scope="module")
 def merged(answering_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pronghorn.export.merge import save_merged
-    from pronghorn.models.load import load_model
+    from pronghorn.loading.load import load_model
 
     model, tokenizer = load_model(answering_run / "adapter", max_seq_length=256)
     folder = tmp_path_factory.mktemp("export") / "merged"
@@ -229,7 +229,7 @@ def test_a_chat_with_an_adapter_s_folder(answering_run: Path) -> None:
 
 
 def test_a_merged_model_that_is_served_is_the_run_s(merged: Path, answering_run: Path) -> None:
-    from pronghorn.models.load import load_model
+    from pronghorn.loading.load import load_model
 
     served = TransformersEngine(*load_model(merged, dtype="float32", max_seq_length=256))
     with serving(Stub(served)) as url:

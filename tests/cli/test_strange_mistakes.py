@@ -18,7 +18,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.recipe_checks import SCHEDULES
+from pronghorn.config.checks import SCHEDULES
 from support.mistakes import (
     ASSISTANT,
     GOOD,

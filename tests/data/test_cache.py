@@ -18,7 +18,7 @@ import pyarrow
 import pytest
 from transformers import AutoTokenizer
 
-from pronghorn.config import Data
+from pronghorn.config.recipe import Data
 from pronghorn.data import cache as cache_module
 from pronghorn.data.cache import Prepared, documents
 from pronghorn.data.labels import label_rows

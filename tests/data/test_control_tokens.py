@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.control_tokens import ControlTokens
 from pronghorn.data.labels import label_rows
 from pronghorn.data.rows import Conversation, Message, PromptCompletion

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
-from pronghorn.config import Data, Source
+from pronghorn.config.recipe import Data, Source
 from pronghorn.data.cache import documents
 from pronghorn.errors import DataError
 from support.templates import with_template

@@ -14,7 +14,7 @@ from rich.console import Console
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data import labels as labels_module
 from pronghorn.data.labels import Edges, Rendered, label_rows, token_ranges, verify
 from pronghorn.data.overflow import fit

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pronghorn.config import Data, Recipe, Source
+from pronghorn.config.recipe import Data, Recipe, Source
 from pronghorn.data import files
 from pronghorn.data.cache import Prepared, SourceCount, documents
 from pronghorn.data.formats import RowReader

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose.profile import profile
 from pronghorn.diagnose.verify_checks import verify
 from pronghorn.diagnose.verify_report import Name

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.cache import documents
 from pronghorn.data.packing import Document
 from pronghorn.diagnose.inspect import (
@@ -30,7 +30,7 @@ from pronghorn.diagnose.inspect import (
     write_report,
 )
 from pronghorn.errors import ConfigError
-from pronghorn.models.load import FoundModel
+from pronghorn.loading.load import FoundModel
 from pronghorn.train.page import write_text
 from support.run_records import HOSTILE, Page
 

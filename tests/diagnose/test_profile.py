@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from pronghorn.chunks import chunks_of
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.diagnose.profile import find_sites, parts_of, profile, unfused_reason
 from pronghorn.diagnose.profile_report import Advice, Profile, Sync, advise, headlines, read_profile, write_report

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.batch import PackedBatch
 from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify_checks import verify

@@ -24,8 +24,8 @@ from pronghorn.diagnose.verify_report import Cause, Name, Report, render
 from pronghorn.diagnose.verify_subject import Subject, rows_of
 from pronghorn.kernels.quantise import RowCodes, quantise_rows
 from pronghorn.layers.fused_linear import FusedLinear
+from pronghorn.loading.load import load_model
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.fp8 import FP8Source, FP8Weight, scaled_product

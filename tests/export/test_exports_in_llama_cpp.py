@@ -19,7 +19,7 @@ from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
 from pronghorn.families.gguf_spec import Part
-from pronghorn.models.load import load_model
+from pronghorn.loading.load import load_model
 from support.served import TEMPLATE
 from support.tiny import tiny_model
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.loading.load import load_model
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
-from pronghorn.models.load import load_model
 from pronghorn.precision.fp8 import FP8Weight
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, with_adapters

@@ -22,8 +22,8 @@ from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
 from pronghorn.export.gguf_mxfp4 import pack_mxfp4
 from pronghorn.export.merge import save_merged
-from pronghorn.models.composite import Composite
-from pronghorn.models.gguf import read_header
+from pronghorn.loading.composite import Composite
+from pronghorn.loading.gguf import read_header
 from pronghorn.precision.loader import checkpoint
 from support.composites import COMPOSITES, write_composite
 from support.packed_checkpoints import mxfp4_checkpoint

@@ -16,7 +16,7 @@ from pronghorn.export import gguf
 from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.gguf import stop_tokens, write_gguf
-from pronghorn.models.gguf import load_gguf, read_header, reads
+from pronghorn.loading.gguf import load_gguf, read_header, reads
 from support.byte_level import MARKS, TEXTS, byte_level
 from support.tiny import tiny_model
 

@@ -37,7 +37,7 @@ from pronghorn.families.glm4_moe import GLM4_MOE
 from pronghorn.families.gpt_oss import GPT_OSS as GPT_OSS_SPEC
 from pronghorn.families.olmo3 import OLMO3 as OLMO3_SPEC
 from pronghorn.families.registry import FAMILIES
-from pronghorn.models.gguf import load_gguf, read_header
+from pronghorn.loading.gguf import load_gguf, read_header
 from support.composites import add_tensors, class_of, composite_config
 from support.tiny import tiny_model
 

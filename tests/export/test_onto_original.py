@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose import export_run as export_run_module
 from pronghorn.diagnose.export_run import export_run
 from pronghorn.diagnose.shapes import byte_tokenizer

@@ -14,10 +14,10 @@ from pronghorn import FastLanguageModel
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.export.merge import save_merged
 from pronghorn.export.towers import keep_names
-from pronghorn.models.composite import Composite
-from pronghorn.models.load import load_model
+from pronghorn.loading.composite import Composite
+from pronghorn.loading.load import load_model
+from pronghorn.loading.weights import whole_model
 from pronghorn.models.lora import add_lora
-from pronghorn.models.weights import whole_model
 from support.composites import (
     COMPOSITES,
     SERVED,
@@ -148,7 +148,7 @@ def test_an_adapter_holds_nothing_but_the_language_models_matrices(kind: str, tm
 
 
 def test_an_adapter_of_new_tokens_holds_the_embeddings(gemma3: Path, tmp_path: Path) -> None:
-    from pronghorn.models.new_tokens import grow_embeddings
+    from pronghorn.loading.new_tokens import grow_embeddings
 
     model, tokenizer = load_model(gemma3, max_seq_length=64, dtype="float32")
     tokenizer.add_tokens(["<new>"])
@@ -300,7 +300,7 @@ def test_a_fully_trained_model_is_saved_whole_and_read_back(gemma3: Path, tmp_pa
 
 
 def test_new_tokens_and_an_untied_head_change_the_configuration(gemma3: Path, tmp_path: Path) -> None:
-    from pronghorn.models.new_tokens import grow_embeddings
+    from pronghorn.loading.new_tokens import grow_embeddings
 
     model, tokenizer = load_model(gemma3, max_seq_length=64, dtype="float32")
     grow_embeddings(model, tokenizer, exactly=VOCAB + 4)

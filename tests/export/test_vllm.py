@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose.export_run import export_run
 from pronghorn.diagnose.served import compare_served
 from pronghorn.diagnose.verify_reference import perturb
@@ -28,7 +28,7 @@ from pronghorn.export.engines.openai import OpenAIServer
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.engines.vllm import serve_vllm
 from pronghorn.export.merge import save_merged
-from pronghorn.models.load import load_model
+from pronghorn.loading.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.train.run import run
 from support.tiny import tiny_model

@@ -22,7 +22,7 @@ from pronghorn.export.gguf import write_gguf
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.families.gguf_spec import Part
 from pronghorn.families.registry import FAMILIES
-from pronghorn.models.gguf import ARCHITECTURES, load_gguf, read_header, reads
+from pronghorn.loading.gguf import ARCHITECTURES, load_gguf, read_header, reads
 from support.adapters import adapter_that_shows
 from support.byte_level import byte_level
 from support.fused import with_adapters

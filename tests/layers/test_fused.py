@@ -606,7 +606,7 @@ def test_adapters_switched_off_one_by_one_leave_nothing_behind() -> None:
 
 def four_bit_pair(folder: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """A 4-bit model with adapters, and a float64 one on the CPU with the weights that its 4 bits stand for."""
-    from pronghorn.models.load import load_model
+    from pronghorn.loading.load import load_model
 
     tiny_model("llama", **WIDE).save_pretrained(folder)
     byte_tokenizer(512).save_pretrained(folder)

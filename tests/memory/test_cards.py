@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError
 from pronghorn.memory.cards import CARDS, find_card, too_old
 from pronghorn.memory.devices import DISPLAY_BYTES, device_spec, parse_bytes

@@ -44,10 +44,11 @@ from pronghorn.memory.planner import SPARE, Frontier, PlanDoesNotFit, plan, plan
 from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, plan_for, setup_of, skeleton
+from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, plan_for, setup_of
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
 from pronghorn.train.prepared_model import resolve_plan
+from pronghorn.train.weightless import skeleton
 from support.allocations import Allocations
 from support.processes import together
 from support.saved import TOKENS, saved_bytes

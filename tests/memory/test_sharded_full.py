@@ -18,12 +18,12 @@ from torch import Tensor
 from pronghorn.errors import UnsupportedError
 from pronghorn.export.merge import write_model
 from pronghorn.layers.decoder import is_fused
+from pronghorn.loading.share import share_layers
 from pronghorn.memory.plan import Plan
 from pronghorn.memory.sharded import BUFFERS, sharded, whole_trained
 from pronghorn.memory.sharded_peers import Mapped
 from pronghorn.memory.sharded_state import gathering, load_state
 from pronghorn.models.attach import attach
-from pronghorn.models.share import share_layers
 from pronghorn.train.ranks import average_gradients
 from pronghorn.train.shared_layers import load_whole
 from support.processes import WORLD, gather_gradients, selected, together, whole_state

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.loading.load import find_model
+from pronghorn.loading.share import SharedLoading, share_layers
 from pronghorn.memory.plan import Plan
 from pronghorn.memory.sharded import BUFFERS, IN_BUFFER, sharded
 from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm, decoder_layers
-from pronghorn.models.load import find_model
 from pronghorn.models.lora import add_lora
-from pronghorn.models.share import SharedLoading, share_layers
 from pronghorn.precision.compute import Compute
 from support.packed_checkpoints import mxfp4_checkpoint
 from support.packed_linears import packed_linears

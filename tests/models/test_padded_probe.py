@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import pronghorn
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.loading.load import load_model
 from pronghorn.models.families import decoder_layers
 from pronghorn.models.generic import Way
-from pronghorn.models.load import load_model
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import probe
 from support.causal_lms import tiny

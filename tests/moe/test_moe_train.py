@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from pronghorn import SFTTrainer
 from pronghorn.api import FastLanguageModel
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.diagnose.verify_reference import perturb

@@ -12,7 +12,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from pronghorn import FastLanguageModel, SFTTrainer
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError
 from pronghorn.memory.estimate import resting_bytes
 from pronghorn.models.attach import attach

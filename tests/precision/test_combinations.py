@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import PronghornError
 from pronghorn.export import merge
 from pronghorn.memory.plan import Plan, Policy

@@ -121,7 +121,7 @@ def test_every_row_fits_the_recipe(smollm2: Path, files: Path) -> None:
 
 
 def test_the_recipe_loads(files: Path, entries: tuple[list[Entry], list[Entry]]) -> None:
-    from pronghorn.config import Recipe
+    from pronghorn.config.recipe import Recipe
 
     overrides = [f"data.train={files}/train.jsonl", f"data.eval={files}/eval.jsonl"]
     recipe = Recipe.load(ROOT / "demo" / "demo-cpu.yaml", overrides)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.formats import FORMATS, read_row, recognise
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -154,7 +154,7 @@ def test_light_modules_stay_light() -> None:
     loaded = run(
         """
         import sys
-        import pronghorn.config, pronghorn.data.packing, pronghorn.errors
+        import pronghorn.config.recipe, pronghorn.data.packing, pronghorn.errors
         print(*sorted({name.split(".")[0] for name in sys.modules}))
         """
     ).split()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import fields
+from pronghorn.config.recipe import fields
 from support.templates import with_template
 
 PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()

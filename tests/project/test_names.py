@@ -23,14 +23,14 @@ NAMES = re.compile(rf"(?<![\w-])(?:{MODULES}|{CLASSES})(?![\w-])")
 
 EXCEPTIONS = {
     "chat_templates.py": "names of chat templates, Unsloth's and ours",
-    "recipe_sections.py": "examples in keys' descriptions",
+    "config/sections.py": "examples in keys' descriptions",
     "data/template.py": "names of chat templates, which recipes give",
     "diagnose/shapes.py": "sizes of known models, as data",
     "export/merge.py": "names not taken out yet",
     "layers/linears.py": "bitsandbytes' class Linear4bit",
     "export/gguf.py": "llama.cpp's names",
-    "models/gguf.py": "GGUF's own names of architectures and tensors",
-    "models/gguf_tokenizer.py": "GGUF's own names of tokenizers",
+    "loading/gguf.py": "GGUF's own names of architectures and tensors",
+    "loading/gguf_tokenizer.py": "GGUF's own names of tokenizers",
     "recipes/axolotl.py": "names of chat templates, Axolotl's and ours",
     "recipes/llama_factory.py": "names of chat templates, LLaMA-Factory's and ours",
 }

@@ -26,7 +26,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 def folder(answering_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the page's reader has it: runs/mine with its merged folder."""
     from pronghorn.export.merge import save_merged
-    from pronghorn.models.load import load_model
+    from pronghorn.loading.load import load_model
 
     folder = tmp_path_factory.mktemp("page")
     shutil.copytree(answering_run, folder / "runs" / "mine")

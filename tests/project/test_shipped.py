@@ -91,7 +91,7 @@ def test_pages_are_listed_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", sorted(recipes()))
 def test_a_shipped_recipe_is_copied_and_loads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pronghorn.config import Recipe
+    from pronghorn.config.recipe import Recipe
 
     monkeypatch.chdir(tmp_path)
     for file in ("my-data.jsonl", "my-texts.jsonl"):

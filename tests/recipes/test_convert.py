@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.template import BUILT_IN
 from support.foreign_recipes import AXOLOTL, DATASET_INFO, LLAMA_FACTORY
 

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose.plan_report import report_plan as plan_report
 from pronghorn.memory.planner import PlanDoesNotFit
 

@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from pronghorn.export.conversations import built_in
-from pronghorn.models.gguf_tokenizer import PRE_TOKENIZERS
+from pronghorn.loading.gguf_tokenizer import PRE_TOKENIZERS
 
 TEXTS = [
     *(str(message.content) for named in built_in() for message in named.conversation.messages if message.content),

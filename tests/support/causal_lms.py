@@ -16,7 +16,7 @@ from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import PronghornError
 from pronghorn.families.registry import FAMILIES, family_of
-from pronghorn.models.composite import Composite
+from pronghorn.loading.composite import Composite
 from pronghorn.models.lora import add_lora
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import probe

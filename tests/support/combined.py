@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import PronghornError
 from pronghorn.families.registry import family_of
 from pronghorn.layers.decoder import FusedLayers
+from pronghorn.loading.share import share_layers
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import Handle, attach
 from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.probe import require_isolation
-from pronghorn.models.share import share_layers
 from pronghorn.parity.quantised import quantised_products
 from pronghorn.parity.quantised_experts import quantised_experts
 from pronghorn.precision.compute import Compute

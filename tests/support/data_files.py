@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pronghorn.config import Source
+from pronghorn.config.recipe import Source
+from pronghorn.config.sections import Format
 from pronghorn.data.formats import RowReader
 from pronghorn.data.rows import Conversation, OnBad, PromptCompletion, Row, TextDocument
 from pronghorn.data.sources import read_source
-from pronghorn.recipe_sections import Format
 
 QUESTION = {"prompt": "question", "completion": "answer"}
 

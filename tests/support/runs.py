@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import RunStopped
 from pronghorn.train.control import RunControl
 from pronghorn.train.run import run

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from torch import Tensor
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.rows import Conversation, Message
 from pronghorn.data.template import render
 from pronghorn.export.engine import Completion

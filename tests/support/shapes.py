@@ -6,7 +6,8 @@ from transformers import AutoConfig
 
 from pronghorn.diagnose.shapes import shape_of
 from pronghorn.memory.estimate import ModelDims
-from pronghorn.models.auto_plan import dims_of, skeleton
+from pronghorn.models.auto_plan import dims_of
+from pronghorn.train.weightless import skeleton
 
 
 def dims_of_shape(name: str) -> ModelDims:

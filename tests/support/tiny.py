@@ -12,8 +12,8 @@ import torch
 from pronghorn.data.batch import Collator
 from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
 from pronghorn.kernels.nf4_experts import quantise_experts
+from pronghorn.loading.weights import keep_packed_4bit_layout
 from pronghorn.models.experts import weight_names
-from pronghorn.models.weights import keep_packed_4bit_layout
 
 stock_loss_on_cpu = pytest.mark.skipif(
     not hasattr(importlib.import_module("trl.kernels.chunked_logprob"), "_use_triton"),

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 from trl import SFTConfig
 
 import pronghorn
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import RunStopped, UnsupportedError
-from pronghorn.models.load import load_model
+from pronghorn.loading.load import load_model
 from pronghorn.train.chat import load_chat
 from pronghorn.train.control import RunControl
 from pronghorn.train.run import run

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import PronghornError, UnsupportedError
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import CONTEXT_BYTES

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose.export_run import export_run
 from pronghorn.train.model_card import card, licence_of
 from pronghorn.train.record import RunRecord

@@ -26,7 +26,7 @@ from torch import Tensor
 from trl import SFTConfig
 
 from pronghorn.cli.train import summary
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.device import is_out_of_memory
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.memory.devices import device_spec

@@ -16,7 +16,7 @@ from torch import nn
 from trl import SFTConfig
 
 from pronghorn import FastLanguageModel, SFTTrainer
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.linears import unfused_reason
 from pronghorn.train.build import check_device, training_arguments

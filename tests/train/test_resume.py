@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from pronghorn import state
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
 from pronghorn.train.checkpoint import Fingerprint, checkpoints, clear_leftovers, seal
 from pronghorn.train.control import RunControl, trained_seconds

@@ -18,10 +18,10 @@ import pytest
 import yaml
 from rich.console import Console
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError, TrainingError
 from pronghorn.export.folder import disk_is_full, whole_folder
-from pronghorn.models.load import load_model
+from pronghorn.loading.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.train.build import build
 from pronghorn.train.record import RunRecord

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from pronghorn import state
 from pronghorn.cli.main import app
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, TrainingError, UnsupportedError
 from pronghorn.train import run as run_module
 from pronghorn.train import run_folder

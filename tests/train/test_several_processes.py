@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.config import Recipe
+from pronghorn.config.checks import share_of_step
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError
-from pronghorn.recipe_checks import share_of_step
 from pronghorn.train.run import run as train_run
 from support.launched import Launch, launch
 from support.runs import QUIET

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.train.run import run
 from support.runs import QUIET
 from support.templates import with_template

@@ -10,7 +10,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import CONTEXT_BYTES

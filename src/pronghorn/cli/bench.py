@@ -35,7 +35,7 @@ def bench(
       pronghorn bench my.yaml --steps 2 --warmup 1
     """
     with plain_errors(debug):
-        from pronghorn.config import Recipe
+        from pronghorn.config.recipe import Recipe
         from pronghorn.diagnose.speed import compare
 
         settings = Recipe.load(recipe, overrides or [])

@@ -191,8 +191,8 @@ class OfRecipe(Answering):
 
 def _override(option: str, given: Sequence[str]) -> str | None:
     """Return the override that an unknown option stands for, None where it is no key's name."""
-    from pronghorn.config import fields
-    from pronghorn.recipe_habits import ALIASES
+    from pronghorn.config.habits import ALIASES
+    from pronghorn.config.recipe import fields
 
     name = option.lstrip("-").replace("-", "_")
     kinds = {key: kind for key, kind, *_ in fields()}

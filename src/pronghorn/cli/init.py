@@ -89,7 +89,7 @@ def init(
         if recipe is not None:
             _copy(recipe, output, {"--model": model, "--data": data, "--device": device}, console)
             return
-        from pronghorn.config import DATA_FILES
+        from pronghorn.config.recipe import DATA_FILES
 
         if task not in ("sft", "pretrain"):
             raise ConfigError(

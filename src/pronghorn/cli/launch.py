@@ -59,8 +59,8 @@ def launch(
       pronghorn launch --slurm my.yaml --gpus 4 --time 02:00:00 train.gradient_accumulation_steps=16
     """
     with plain_errors(debug):
-        from pronghorn.config import Recipe
-        from pronghorn.recipe_checks import share_of_step
+        from pronghorn.config.checks import share_of_step
+        from pronghorn.config.recipe import Recipe
 
         if not slurm:
             raise ConfigError(

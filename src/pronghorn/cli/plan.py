@@ -61,7 +61,7 @@ def plan(
       pronghorn plan my.yaml --gpus 4 --device h100
     """
     with plain_errors(debug):
-        from pronghorn.config import Recipe
+        from pronghorn.config.recipe import Recipe
         from pronghorn.diagnose.plan_report import SeveralGpus, report_plan
 
         console = Console(stderr=True, highlight=False)

@@ -29,7 +29,7 @@ from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, Training
 from pronghorn.text import counted
 
 if TYPE_CHECKING:
-    from pronghorn.config import Recipe
+    from pronghorn.config.recipe import Recipe
 
 GRACE = 3.0
 """Seconds that the others have to end by themselves after one has failed: they may be writing its like."""
@@ -67,7 +67,7 @@ def choose_gpus(recipe: Recipe, visible: int) -> Choice:
             there = counted(visible, "GPU") if visible else "no GPU"
             remedy = f"set launch.gpus: {visible}, or leave it out to use what is there" if visible else "leave it out"
             raise ConfigError(f"launch.gpus is {launch.gpus}, and this process sees {there}", remedy)
-        from pronghorn.recipe_checks import share_of_step
+        from pronghorn.config.checks import share_of_step
 
         share_of_step(recipe, launch.gpus)  # raises where it can't be, before processes are started for it
         return Choice(launch.gpus)

@@ -45,7 +45,7 @@ def profile(
       pronghorn profile my.yaml memory.gradient_checkpointing=false --against before.json
     """
     with plain_errors(debug):
-        from pronghorn.config import Recipe
+        from pronghorn.config.recipe import Recipe
         from pronghorn.diagnose.profile_report import read_profile
         from pronghorn.train.page import check_page, check_writable
 

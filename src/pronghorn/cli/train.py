@@ -58,7 +58,7 @@ def train(
       pronghorn train my.yaml 'report.sample_prompts=["What is a mutex?"]'
     """
     with plain_errors(debug):
-        from pronghorn.config import Recipe
+        from pronghorn.config.recipe import Recipe
 
         join_slurm()
         console = Console(quiet=not main_process())

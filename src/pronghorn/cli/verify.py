@@ -95,7 +95,7 @@ def verify(
             if source is not None and source.name == "COMMANDLINE":
                 instead = "leave it out: the recipe says it (adapter.method, model.load_in_4bit, precision)"
                 raise ConfigError(f"--{option} is for --model", instead)
-        from pronghorn.config import Recipe
+        from pronghorn.config.recipe import Recipe
         from pronghorn.diagnose.verify_checks import verify as run
         from pronghorn.diagnose.verify_report import render
         from pronghorn.diagnose.verify_subject import subject_of
@@ -126,7 +126,7 @@ def _without_recipe(
     """Make a recipe around a bare model, and random documents for it."""
     from transformers import AutoConfig
 
-    from pronghorn.config import Recipe
+    from pronghorn.config.recipe import Recipe
     from pronghorn.diagnose.shapes import check_model, checkpoint_of, random_documents
 
     check_model(model)

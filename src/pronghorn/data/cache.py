@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pronghorn.config import Data, Source
+from pronghorn.config.recipe import Data, Source
 from pronghorn.data.formats import RowReader
 from pronghorn.data.held_out import held_out
 from pronghorn.data.overflow import Overflow, fit_dataset

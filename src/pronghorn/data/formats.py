@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from pronghorn.config.sections import Format
 from pronghorn.data.media import REMEDY, TEXT_ONLY, media_in
 from pronghorn.data.messages import (
     in_order,
@@ -42,7 +43,6 @@ from pronghorn.data.rows import (
     where,
 )
 from pronghorn.errors import DataError
-from pronghorn.recipe_sections import Format
 
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name: needed keys, optional keys
     "messages": (("messages",), ("tools", "functions")),

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pronghorn.config import Source
+from pronghorn.config.recipe import Source
 from pronghorn.data.downloads import room_for
 from pronghorn.data.files import READERS, estimate_rows, read_file, reading, without_nulls
 from pronghorn.data.formats import RowReader

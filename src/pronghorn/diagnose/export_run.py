@@ -38,10 +38,10 @@ from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, distances, has_quantised_base, knows_original
 from pronghorn.export.original import composite_of
 from pronghorn.families.gguf_spec import as_named
+from pronghorn.loading.gguf import load_gguf, reads
+from pronghorn.loading.load import load_model
+from pronghorn.loading.packed_checkpoint import fetched
 from pronghorn.models.families import base_causal_lm, has_experts
-from pronghorn.models.gguf import load_gguf, reads
-from pronghorn.models.load import load_model
-from pronghorn.models.packed_checkpoint import fetched
 from pronghorn.train.chat import is_export, load_chat, recipe_of
 from pronghorn.train.model_card import FILE_NAME as CARD
 from pronghorn.train.model_card import card

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.diagnose.tables import Table
 from pronghorn.text import counted, does

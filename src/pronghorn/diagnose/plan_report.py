@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 
 from pronghorn.attention.backends import check_on
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import probe
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.loading.load import FoundModel, default_device
 from pronghorn.memory.devices import DeviceSpec, device_spec, parse_bytes
 from pronghorn.memory.estimate import GIB, TrainSetup
 from pronghorn.memory.plan import CODES_WRITTEN, Plan, Policy
@@ -22,7 +23,6 @@ from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.memory.strategies import Choice, Strategy, choose
 from pronghorn.models.auto_plan import available, cuda_device_spec, dims_of, measured_times
-from pronghorn.models.load import FoundModel, default_device
 from pronghorn.models.report import queries_of
 from pronghorn.train.documents import find, prepare, tokenizer_for
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from transformers import TrainerCallback
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.device import device_name, versions
 from pronghorn.diagnose.profile_report import Profile, Sync, advise
 from pronghorn.diagnose.profile_times import account_for, synchronisations

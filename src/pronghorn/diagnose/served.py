@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose.tables import plain_table
 from pronghorn.errors import PronghornError
 from pronghorn.export.compare import ROWS, compare

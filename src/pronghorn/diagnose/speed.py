@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import peak_bytes

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.errors import ConfigError
+from pronghorn.loading.load import default_device, resolve_dtype
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import resolve
-from pronghorn.models.load import default_device, resolve_dtype
 from pronghorn.precision.compute import Compute
 from pronghorn.train.build import attach_options, autocast_dtype, load
 from pronghorn.train.documents import find, prepare, tokenizer_for

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.kernels.quantise import DTYPE, weight_scales
+from pronghorn.loading.load import find_model
+from pronghorn.loading.packed_checkpoint import METADATA, quantisation_of
+from pronghorn.loading.skeleton import tied_names, without_weights
 from pronghorn.models.families import has_experts
-from pronghorn.models.load import find_model
-from pronghorn.models.packed_checkpoint import METADATA, quantisation_of
-from pronghorn.models.skeleton import tied_names, without_weights
 from pronghorn.precision.loader import checkpoint, load
 
 SHARD_BYTES = 5 * 10**9

@@ -29,10 +29,10 @@ from pronghorn.export.gguf_tensors import MERGE, changed, parts_of, shape_of, sp
 from pronghorn.export.original import composite_of
 from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
-from pronghorn.models.composite import Composite
+from pronghorn.loading.composite import Composite
+from pronghorn.loading.gguf import name_table
+from pronghorn.loading.gguf_tokenizer import byte_level_names, space_before, splits_alike
 from pronghorn.models.families import check_config
-from pronghorn.models.gguf import name_table
-from pronghorn.models.gguf_tokenizer import byte_level_names, space_before, splits_alike
 from pronghorn.precision.loader import StoredTensor, checkpoint
 
 _AT_ONCE = 2**25

@@ -20,10 +20,10 @@ from pronghorn.export.gguf_tensors import changed, parts_of
 from pronghorn.families.gguf_spec import Part
 from pronghorn.families.spec import FamilySpec, GatedMLP
 from pronghorn.layers.linears import adapter_of
+from pronghorn.loading.gguf import name_table
 from pronghorn.models.adapter_files import changes_base
 from pronghorn.models.experts import low_rank_factors, wrappers
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.gguf import name_table
 
 INSTEAD = "export it merged (--to gguf)"
 _NOT_READ = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.models.gguf import llama3_factors
+from pronghorn.loading.gguf import llama3_factors
 
 FACTORED = ("llama3", "proportional")
 """Kinds of scaling that are a tensor beside the weights (`rope_factors`)."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.merge import checkpoint_dtype, merged_tensors, place_beside
+from pronghorn.loading.load import find_model
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.load import find_model
 
 ONTO = {"seen": "the base in few bits, as training saw it", "original": "the original base in 16 bits"}
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import DataError, UnsupportedError
-from pronghorn.models.composite import Composite
+from pronghorn.loading.composite import Composite
+from pronghorn.loading.packed_checkpoint import METADATA, MODELOPT_FILE, fetched
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.packed_checkpoint import METADATA, MODELOPT_FILE, fetched
 from pronghorn.precision.loader import StoredTensor, checkpoint
 from pronghorn.text import counted
 

@@ -15,8 +15,8 @@ from typing import Any
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.merge import write_model
 from pronghorn.export.original import composite_of
+from pronghorn.loading.composite import Composite, by_pattern
 from pronghorn.models.adapter_files import CONFIG, WEIGHTS
-from pronghorn.models.composite import Composite, by_pattern
 from pronghorn.models.families import base_causal_lm
 
 _PEFT = "base_model.model."

@@ -1,1 +1,1 @@
-"""Models: loading, the families Pronghorn knows, adapters, and `attach`."""
+"""Models: the families Pronghorn knows, adapters, and `attach`."""

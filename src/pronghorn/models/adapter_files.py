@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pronghorn.config.sections import CHANGES_BASE
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
 from pronghorn.precision.loader import checkpoint
-from pronghorn.recipe_sections import CHANGES_BASE
 from pronghorn.text import counted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

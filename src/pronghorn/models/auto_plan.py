@@ -31,7 +31,6 @@ from pronghorn.models.attach import Handle, attached
 from pronghorn.models.attach_options import chooses_codes
 from pronghorn.models.families import base_causal_lm, check_config, has_experts
 from pronghorn.models.measured_layer import measured_times as measured_times
-from pronghorn.models.packed_checkpoint import PackedSkeleton, format_of
 from pronghorn.optimizers import TrainedTensor, state_bytes
 
 T = TypeVar("T")
@@ -115,21 +114,6 @@ def _is_plain(kinds: Sequence[Any]) -> bool:
 def unfused_reason(model: Any, autocast: torch.dtype | None) -> str | None:
     """Say why a causal LM's layers would not be fused as they are now, or None."""
     return FusedLayers(model.base_model, check_config(model.config), "auto").reason(autocast)
-
-
-def skeleton(config: Any) -> Any:
-    """Make the model of a configuration on the meta device, without weights.
-
-    Raises:
-        UnsupportedError: an unknown family.
-    """
-    from transformers import AutoModelForCausalLM
-
-    check_config(config)
-    if format_of(config) is not None:
-        return PackedSkeleton.of(config).model
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def setup_of(

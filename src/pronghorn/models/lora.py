@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pronghorn.config.sections import CHANGES_BASE
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families.spec import GatedMLP
 from pronghorn.kernels.packed import PackedTensor
@@ -19,8 +20,7 @@ from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
 from pronghorn.models.families import base_causal_lm, check_config, check_subject, decoder_layers, has_experts
 from pronghorn.models.reach import all_linears, end_names, reached_linears
-from pronghorn.models.skeleton import tie_copies
-from pronghorn.recipe_sections import CHANGES_BASE
+from pronghorn.models.tied_copies import tie_copies
 
 DENSE_MLP = tuple(name for group in GatedMLP().linears for name in group)
 """A gated MLP's linears by their usual names, which lists of targets hold even for models with experts."""

@@ -20,7 +20,6 @@ from pronghorn.models.attach_options import chooses_codes
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
-from pronghorn.models.one_by_one import LOADED_BY
 from pronghorn.models.unpadded import is_seen
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
@@ -28,6 +27,10 @@ from pronghorn.text import counted
 
 if TYPE_CHECKING:
     from pronghorn.models.attach import Handle
+
+LOADED_BY = "_pronghorn_loaded_by"
+"""The attribute of a model quantised on load that says why transformers' `from_pretrained` did it; "" where the house's
+loader did."""
 
 
 @dataclass(frozen=True)

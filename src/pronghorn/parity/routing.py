@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pronghorn.models.experts import expert_modules, index_of
-from pronghorn.models.families import base_causal_lm
+from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.passes import after_forward
 from pronghorn.parity.distance import THREE_WAY, ratio
 
@@ -119,11 +119,12 @@ class Guide:
     def guiding(self, model: nn.Module) -> Iterator[None]:
         """Guide this model, which isn't attached, while the block runs."""
         base, names = base_causal_lm(model), named_experts(model)
+        layers = {*decoder_layers(model)}
         self.gaps.unguided |= self.routes.keys() - set(names.values())
         with ExitStack() as undo:
             for module, name in names.items():
                 parent: Any = base.get_submodule(name.rpartition(".")[0])
-                if hasattr(parent, "self_attn"):  # experts beside an MLP: the layer itself is their parent
+                if parent in layers:  # experts beside an MLP
                     parent = parent.router
                 if name in self.routes and "forward" not in vars(parent):
                     parent.forward = partial(self._forward, parent, name, int(module.num_experts))  # type: ignore[arg-type]

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pronghorn.config import read_table
+from pronghorn.config.errors import tool_of
+from pronghorn.config.recipe import read_table
+from pronghorn.config.yaml_text import parse
 from pronghorn.errors import ConfigError, PronghornError
-from pronghorn.recipe_errors import tool_of
-from pronghorn.recipe_yaml import parse
 from pronghorn.recipes import axolotl, llama_factory
 from pronghorn.recipes.draft import Draft
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.data.files import READERS, read_file
 from pronghorn.data.formats import columns_to_write, likely_columns
 from pronghorn.device import probe
 from pronghorn.diagnose.inspect import Inspection, inspect
 from pronghorn.diagnose.plan_report import PlanReport, report_plan
 from pronghorn.errors import DataError
+from pronghorn.loading.load import find_model
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import GIB
 from pronghorn.memory.planner import PlanDoesNotFit
-from pronghorn.models.load import find_model
 from pronghorn.recipes.draft import Draft
 from pronghorn.text import counted
 from pronghorn.train.progress import duration

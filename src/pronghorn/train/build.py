@@ -13,22 +13,22 @@ from rich.markup import escape
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
-from pronghorn.config import Recipe
+from pronghorn.config.checks import share_of_step, unused
+from pronghorn.config.recipe import Recipe
+from pronghorn.config.values import ALL_LINEAR
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import processes
 from pronghorn.environment import world_size
 from pronghorn.errors import ConfigError
 from pronghorn.export.towers import keep_names
+from pronghorn.loading.load import FoundModel, default_device, resolve_dtype
+from pronghorn.loading.new_tokens import grow_embeddings, trainable_tokens
+from pronghorn.loading.share import SharedLoading, share_layers
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
-from pronghorn.models.load import FoundModel, default_device, resolve_dtype
 from pronghorn.models.lora import add_lora, cast_adapters, resolve_adapter_dtype
-from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
-from pronghorn.models.share import SharedLoading, share_layers
 from pronghorn.precision.compute import Compute
-from pronghorn.recipe_checks import share_of_step, unused
-from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.group import check_backend, check_gpus_apart, check_one_dtype
 from pronghorn.train.strategy import Strategy, strategy

@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pronghorn.config import Recipe
+from pronghorn.config.errors import without_removed
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.export.engines.openai import OpenAIServer
-from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
-from pronghorn.models.new_tokens import grow_embeddings
-from pronghorn.recipe_errors import without_removed
+from pronghorn.loading.load import FoundModel, default_device, find_model, resolve_dtype
+from pronghorn.loading.new_tokens import grow_embeddings
 from pronghorn.train.documents import find
 from pronghorn.train.evaluate import answer
 from pronghorn.train.record import RunRecord

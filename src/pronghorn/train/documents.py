@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
+from pronghorn.config.sections import CHANGES_BASE
 from pronghorn.data.cache import Prepared, documents
 from pronghorn.data.template import find_template
 from pronghorn.errors import ConfigError
 from pronghorn.families.registry import import_plugins
-from pronghorn.models.load import FoundModel, find_model
-from pronghorn.models.new_tokens import add_tokens
-from pronghorn.recipe_sections import CHANGES_BASE
+from pronghorn.loading.load import FoundModel, find_model
+from pronghorn.loading.new_tokens import add_tokens
 from pronghorn.text import counted
 from pronghorn.train.progress import RowsProgress
 

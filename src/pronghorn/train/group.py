@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from datasets import IterableDataset
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.device import processes
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
-from pronghorn.models.load import default_device, resolve_dtype
+from pronghorn.loading.load import default_device, resolve_dtype
 from pronghorn.text import counted
 
 

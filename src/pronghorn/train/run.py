@@ -16,7 +16,9 @@ from rich.markup import escape
 from transformers import TrainerState
 from trl import SFTConfig
 
-from pronghorn.config import Recipe
+from pronghorn.config.checks import missed
+from pronghorn.config.recipe import Recipe
+from pronghorn.config.sections import CHANGES_BASE
 from pronghorn.data.cache import Prepared
 from pronghorn.data.dealing import LOOK_AHEAD, WORTH_REGROUPING, ByLength, DealtRows
 from pronghorn.data.packed_rows import PackedRows, PackingStats
@@ -26,8 +28,6 @@ from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import Handle
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
-from pronghorn.recipe_checks import missed
-from pronghorn.recipe_sections import CHANGES_BASE
 from pronghorn.text import counted
 from pronghorn.train.build import autocast_dtype, check_device, load, make_trainer, planned_steps, training_arguments
 from pronghorn.train.checkpoint import step_of

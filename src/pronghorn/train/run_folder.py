@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.prompt import Confirm
 
 from pronghorn import state
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError, TrainingError
 from pronghorn.train.checkpoint import checkpoints, clear_leftovers, verify
 from pronghorn.train.record import FILE_NAME as RECORD

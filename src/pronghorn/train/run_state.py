@@ -15,11 +15,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from pronghorn.config import Recipe
+from pronghorn.config.errors import without_removed
+from pronghorn.config.recipe import Recipe
+from pronghorn.config.sections import ON_LOSS
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
-from pronghorn.recipe_errors import without_removed
-from pronghorn.recipe_sections import ON_LOSS
 from pronghorn.text import counted
 from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.record import read_table, write_table

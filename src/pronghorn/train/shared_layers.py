@@ -17,11 +17,11 @@ from torch import Tensor
 from pronghorn.device import processes
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export.merge import write_model
+from pronghorn.loading.load import find_model
 from pronghorn.memory.sharded import ShardedLayers, sharded, whole_trained
 from pronghorn.memory.sharded_state import gathering, load_state
 from pronghorn.memory.sharded_training import Piece
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.load import find_model
 from pronghorn.optimizers import ON_PARTS
 
 _FILE = "shared_optimizer-{}-of-{}.pt"

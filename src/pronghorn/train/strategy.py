@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import UnsupportedError
+from pronghorn.loading.load import FoundModel
 from pronghorn.memory.devices import DeviceSpec, parse_bytes
 from pronghorn.memory.estimate import NF4_BYTES
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.memory.strategies import Candidate, Strategy, choose
-from pronghorn.models.auto_plan import dims_of, skeleton, smallest_device
-from pronghorn.models.load import FoundModel
-from pronghorn.train.weightless import unshared_reason, weightless, work_of
+from pronghorn.models.auto_plan import dims_of, smallest_device
+from pronghorn.train.weightless import skeleton, unshared_reason, weightless, work_of
 
 ROOM = 0.75
 """The share of a device's memory up to which weights leave enough for training."""

@@ -8,19 +8,35 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import UnsupportedError
+from pronghorn.loading.limits import check_range
+from pronghorn.loading.load import FoundModel
+from pronghorn.loading.packed_checkpoint import PackedSkeleton, format_of
+from pronghorn.loading.share import SharedLoading
 from pronghorn.memory.workload import NF4_BYTES, TrainSetup
 from pronghorn.models.attach import Handle, attach
-from pronghorn.models.auto_plan import setup_of, skeleton
-from pronghorn.models.families import has_experts
+from pronghorn.models.auto_plan import setup_of
+from pronghorn.models.families import check_config, has_experts
 from pronghorn.models.generic import PACKING
-from pronghorn.models.limits import check_range
-from pronghorn.models.load import FoundModel
-from pronghorn.models.share import SharedLoading
-from pronghorn.models.skeleton import tie_copies
+from pronghorn.models.tied_copies import tie_copies
 from pronghorn.optimizers import ON_PARTS
 from pronghorn.train.padding_free import why_padded
+
+
+def skeleton(config: Any) -> Any:
+    """Make the model of a configuration on the meta device, without weights.
+
+    Raises:
+        UnsupportedError: an unknown family.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_config(config)
+    if format_of(config) is not None:
+        return PackedSkeleton.of(config).model
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 class _Weightless(FoundModel):

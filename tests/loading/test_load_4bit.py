@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export.merge import dense_weight
+from pronghorn.loading.load import find_model, load_model
+from pronghorn.loading.weights import bitsandbytes_config
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
-from pronghorn.models.load import find_model, load_model
 from pronghorn.models.lora import add_lora
-from pronghorn.models.one_by_one import LOADED_BY
-from pronghorn.models.report import render
-from pronghorn.models.weights import bitsandbytes_config
+from pronghorn.models.report import LOADED_BY, render
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
 from support.tiny import packed_row, tiny_model
@@ -166,7 +165,7 @@ def test_rows_that_bitsandbytes_misreads_on_a_cpu_are_refused_and_merged_right(
              if type(each) is torch.nn.Linear}  # fmt: skip
     with pytest.raises(UnsupportedError, match=r"layers.0.mlp.down_proj, whose rows of 160 end inside a block of 64"):
         by_the_house(tmp_path)
-    monkeypatch.setattr("pronghorn.models.weights._is_misread", lambda *_: False)
+    monkeypatch.setattr("pronghorn.loading.weights._is_misread", lambda *_: False)
     quantised = [
         (name, each) for name, each in by_the_house(tmp_path).named_modules() if type(each).__name__ == "Linear4bit"
     ]
@@ -180,7 +179,7 @@ def test_another_version_s_insides_leave_it_to_transformers(tmp_path: Path, monk
         raise AttributeError("no _get_dtype_plan")
 
     checkpoint(tmp_path, "llama")
-    monkeypatch.setattr("pronghorn.models.one_by_one.why_not", gone)
+    monkeypatch.setattr("pronghorn.loading.one_by_one.why_not", gone)
     [told] = [path for path in attach(by_the_house(tmp_path)).report if path.part == "quantising on load"]
     assert told.path == "transformers" and "built otherwise (no _get_dtype_plan)" in told.why
 

@@ -15,14 +15,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from pronghorn.errors import PronghornError, UnsupportedError
 from pronghorn.export.merge import save_merged
 from pronghorn.kernels.mxfp4 import MXFP4Tensor
+from pronghorn.loading.load import load_model
+from pronghorn.loading.packed_checkpoint import fetched
 from pronghorn.memory.estimate import resting_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
-from pronghorn.models.packed_checkpoint import fetched
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
 from support.packed_checkpoints import change, mxfp4_checkpoint

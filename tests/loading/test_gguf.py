@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
-from pronghorn.models.gguf import load_gguf
-from pronghorn.models.gguf_tokenizer import PRE_TOKENIZERS
-from pronghorn.models.load import load_model
+from pronghorn.loading.gguf import load_gguf
+from pronghorn.loading.gguf_tokenizer import PRE_TOKENIZERS
+from pronghorn.loading.load import load_model
 from support.tiny import tiny_model
 
 gguf = pytest.importorskip("gguf")
@@ -138,7 +138,7 @@ MEASURE = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from pronghorn.models.gguf import load_gguf
+from pronghorn.loading.gguf import load_gguf
 
 def anonymous():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))

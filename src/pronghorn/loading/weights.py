@@ -15,11 +15,11 @@ from torch import nn
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.kernels.nf4 import NF4Weight, write_out
-from pronghorn.models.composite import Composite
+from pronghorn.loading.composite import Composite
+from pronghorn.loading.nf4_experts import config_class
+from pronghorn.loading.packed_checkpoint import fetched, format_of, method_of, quantisation_of, read_generation_config
+from pronghorn.loading.packed_formats import FORMATS, check_experts
 from pronghorn.models.families import has_experts
-from pronghorn.models.nf4_experts import config_class
-from pronghorn.models.packed_checkpoint import fetched, format_of, method_of, quantisation_of, read_generation_config
-from pronghorn.models.packed_formats import FORMATS, check_experts
 from pronghorn.precision.loader import checkpoint
 from pronghorn.text import counted, does
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pronghorn.config.sections import CHANGES_BASE, DATA_FILES, ON_LOSS
+from pronghorn.config.values import ALL_LINEAR
 from pronghorn.errors import ConfigError
 from pronghorn.optimizers import ON_PARTS
-from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
-from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.text import counted
 
 

@@ -11,8 +11,8 @@ import torch
 
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.families.generic import text_config
+from pronghorn.loading.composite import Composite
 from pronghorn.models.adapter_files import tensor_shapes
-from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 
 LIMITS = {

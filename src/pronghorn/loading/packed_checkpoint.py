@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from pronghorn.errors import DataError
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.models.composite import Composite
+from pronghorn.loading.composite import Composite
+from pronghorn.loading.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
+from pronghorn.loading.share import SharedLoading
+from pronghorn.loading.skeleton import fill, put, tied_names, without_weights
 from pronghorn.models.families import check_config
-from pronghorn.models.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
-from pronghorn.models.share import SharedLoading
-from pronghorn.models.skeleton import fill, put, tied_names, without_weights
 from pronghorn.precision.loader import StoredTensor, checkpoint, json_value
 
 METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")

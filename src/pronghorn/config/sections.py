@@ -1,4 +1,4 @@
-"""The sections of a recipe and their keys: types, limits, defaults, and what each means. config.py joins them."""
+"""The sections of a recipe and their keys: types, limits, defaults, and what each means. recipe.py joins them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from pronghorn.compute_names import ComputeName
-from pronghorn.errors import ConfigError
-from pronghorn.optimizers import OptimizerName
-from pronghorn.recipe_values import (
+from pronghorn.config.values import (
     ALL_LINEAR,
     File,
     FileOrName,
@@ -25,6 +23,8 @@ from pronghorn.recipe_values import (
     on_or_off,
     tools,
 )
+from pronghorn.errors import ConfigError
+from pronghorn.optimizers import OptimizerName
 from pronghorn.text import does
 
 INIT = "gaussian|orthogonal|olora|pissa|pissa_niter_[0-9]{1,4}"

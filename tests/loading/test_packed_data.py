@@ -12,7 +12,7 @@ from torch import nn
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.layers.watch import Watch
-from pronghorn.models.load import load_model
+from pronghorn.loading.load import load_model
 from pronghorn.models.lora import add_lora
 from support.packed_linears import packed_linears
 

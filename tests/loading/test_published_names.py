@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from pronghorn.errors import UnsupportedError
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.models.load import load_model
+from pronghorn.loading.load import load_model
 from support.composites import stored_tensors, write_composite
 from support.packed_checkpoints import change
 from support.packed_linears import KINDS, packed_linears, stored_as

@@ -1,7 +1,7 @@
 """The recipe: one typed table that says a whole run; unknown keys and impossible values are refused by name.
 
 A recipe is a YAML file of the sections below; `key.sub=value` pairs on the command line override it. docs/recipe.md is
-this table for people, made from these classes (tests/test_config.py keeps them equal).
+this table for people, made from these classes (tests/config/test_config.py keeps them equal).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from pronghorn.errors import ConfigError
-from pronghorn.recipe_checks import check
-from pronghorn.recipe_errors import explain, refuse_others, without_section
-from pronghorn.recipe_sections import (
+from pronghorn.config.checks import check
+from pronghorn.config.errors import explain, refuse_others, without_section
+from pronghorn.config.sections import (
     DATA_FILES,
     Adapter,
     Data,
@@ -31,7 +30,8 @@ from pronghorn.recipe_sections import (
     Source,
     Train,
 )
-from pronghorn.recipe_yaml import LARGEST_FILE, override_key, parse
+from pronghorn.config.yaml_text import LARGEST_FILE, override_key, parse
+from pronghorn.errors import ConfigError
 from pronghorn.text import clip, short
 
 

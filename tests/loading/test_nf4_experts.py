@@ -13,18 +13,18 @@ from bitsandbytes.functional import quantize_4bit
 from torch import nn
 
 from pronghorn.api import FastLanguageModel
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export import merge
 from pronghorn.export.merge import save_merged
 from pronghorn.kernels.nf4_experts import NF4Tensor, quantise_experts
+from pronghorn.loading.load import load_model
 from pronghorn.memory.estimate import resting_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.experts import weight_names, wrappers
-from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.train.documents import find
 from pronghorn.train.weightless import weightless, work_of

@@ -12,16 +12,17 @@ import torch
 
 from pronghorn.data.downloads import room_for
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
+from pronghorn.loading.composite import Composite
+from pronghorn.loading.limits import check_range, check_sizes, check_values, check_weights_fit
+from pronghorn.loading.new_tokens import grow_embeddings
+from pronghorn.loading.one_by_one import load_one_by_one
+from pronghorn.loading.packed_checkpoint import beside_config, format_of, load_packed
+from pronghorn.loading.share import SharedLoading
+from pronghorn.loading.weights import bitsandbytes_config, check_quantised, prepare_4bit, whole_model, with_dtype
 from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
-from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
-from pronghorn.models.limits import check_range, check_sizes, check_values, check_weights_fit
 from pronghorn.models.lora import check_whole_modules
-from pronghorn.models.new_tokens import grow_embeddings
-from pronghorn.models.one_by_one import LOADED_BY, load_one_by_one
-from pronghorn.models.packed_checkpoint import beside_config, format_of, load_packed
-from pronghorn.models.share import SharedLoading
-from pronghorn.models.weights import bitsandbytes_config, check_quantised, prepare_4bit, whole_model, with_dtype
+from pronghorn.models.report import LOADED_BY
 from pronghorn.precision.loader import check_weights, json_value, model_beneath
 from pronghorn.text import counted
 
@@ -119,7 +120,7 @@ class FoundModel:
         """Load the tokenizer; an adapter's own if one was saved with it."""
         path = Path(self.name)
         if path.suffix == ".gguf":
-            from pronghorn.models.gguf import tokenizer_of
+            from pronghorn.loading.gguf import tokenizer_of
 
             return tokenizer_of(path)
         if self.base is not None and not (path / "tokenizer_config.json").is_file():
@@ -153,7 +154,7 @@ class FoundModel:
     def _whole_base(self, dtype: torch.dtype, device: torch.device, share: SharedLoading | None) -> Any:
         """Load the model without an adapter."""
         if self.config is None:
-            from pronghorn.models.gguf import load_gguf
+            from pronghorn.loading.gguf import load_gguf
 
             model, _ = load_gguf(Path(self.name), dtype, device)
             check_config(model.config)

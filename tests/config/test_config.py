@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.config import Recipe, fields
+from pronghorn.config.checks import unused
+from pronghorn.config.recipe import Recipe, fields
 from pronghorn.data.template import find_template
 from pronghorn.errors import ConfigError
-from pronghorn.recipe_checks import unused
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GOOD = """
 model: {name: m, max_seq_length: 512}
 data: {train: train.jsonl, eval: eval.jsonl}
@@ -323,7 +323,7 @@ def recipe_page() -> str:
 
 
 def test_the_page_is_the_recipe() -> None:
-    """To renew it: python tests/test_config.py > docs/recipe.md"""
+    """To renew it: python tests/config/test_config.py > docs/recipe.md"""
     assert (ROOT / "docs" / "recipe.md").read_text() == recipe_page()
 
 

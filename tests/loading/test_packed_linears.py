@@ -15,17 +15,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pronghorn.api import FastLanguageModel
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.export.merge import save_merged
 from pronghorn.export.onto_original import adapter_on_original
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import RUN
+from pronghorn.loading.load import find_model, load_model
 from pronghorn.memory.estimate import resting_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
-from pronghorn.models.load import find_model, load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.parity.quantised import compared_products
 from pronghorn.precision.fp8 import BackwardSource, FP8Source

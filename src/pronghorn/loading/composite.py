@@ -19,7 +19,7 @@ import torch
 
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
-from pronghorn.models.packed_formats import ALSO_NAMED, FORMATS
+from pronghorn.loading.packed_formats import ALSO_NAMED, FORMATS
 from pronghorn.models.passes import short
 from pronghorn.precision.loader import StoredTensor
 

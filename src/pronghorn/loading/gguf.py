@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.loading.gguf_tokenizer import load_tokenizer
+from pronghorn.loading.limits import check_layers, check_range, check_sizes, check_values
+from pronghorn.loading.skeleton import without_weights
 from pronghorn.models.families import check_config
-from pronghorn.models.gguf_tokenizer import load_tokenizer
-from pronghorn.models.limits import check_layers, check_range, check_sizes, check_values
-from pronghorn.models.skeleton import without_weights
 from pronghorn.precision.loader import StoredTensor, checkpoint, load, open_gguf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pronghorn.models.share import SharedLoading
+from pronghorn.loading.share import SharedLoading
 from pronghorn.precision.loader import StoredTensor, load
 
 
@@ -30,16 +30,6 @@ def tied_names(model: Any) -> set[str]:
     """Return the names of parameters that are others, too, and may be in a checkpoint or not."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return set(tied) if model.config.tie_word_embeddings else set()
-
-
-def tie_copies(adapted: Any, config: Any) -> None:
-    """Tie the trained copies of embeddings and head where a PEFT configuration asks for it: PEFT makes two of weights
-    that have no memory."""
-    base = adapted.get_base_model()
-    embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
-    if config.ensure_weight_tying and embeddings.weight.is_meta:
-        for name, copy in getattr(embeddings, "modules_to_save", {}).items():
-            head.modules_to_save[name].weight = copy.weight
 
 
 def fill(

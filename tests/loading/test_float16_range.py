@@ -13,7 +13,7 @@ from pronghorn.cli.main import app
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError
 from pronghorn.families.registry import family_of
-from pronghorn.models.load import load_model
+from pronghorn.loading.load import load_model
 from support.composites import write_composite
 from support.tiny import tiny_model
 

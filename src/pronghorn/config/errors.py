@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pronghorn.config.habits import ALIASES, IN_SECTION, INSTEAD, NO_KEYS
 from pronghorn.errors import ConfigError
-from pronghorn.recipe_habits import ALIASES, IN_SECTION, INSTEAD, NO_KEYS
 from pronghorn.text import clip, short
 
 _REMOVED = {

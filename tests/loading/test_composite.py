@@ -16,10 +16,10 @@ from pronghorn.export.merge import save_merged
 from pronghorn.export.towers import keep_names
 from pronghorn.families.registry import FAMILIES
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.loading.composite import Composite
+from pronghorn.loading.load import find_model, load_model
+from pronghorn.loading.weights import whole_model
 from pronghorn.models.attach import attach
-from pronghorn.models.composite import Composite
-from pronghorn.models.load import find_model, load_model
-from pronghorn.models.weights import whole_model
 from pronghorn.precision.loader import StoredTensor
 from support.composites import (
     COMPOSITES,

@@ -18,14 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.models.composite import Composite
-from pronghorn.models.packed_checkpoint import fetched, language_source, read_generation_config
-from pronghorn.models.share import SharedLoading
-from pronghorn.models.skeleton import fill, tied_names, without_weights
-
-LOADED_BY = "_pronghorn_loaded_by"
-"""The attribute of a model quantised on load that says why transformers' `from_pretrained` did it; "" where the house's
-loader did."""
+from pronghorn.loading.composite import Composite
+from pronghorn.loading.packed_checkpoint import fetched, language_source, read_generation_config
+from pronghorn.loading.share import SharedLoading
+from pronghorn.loading.skeleton import fill, tied_names, without_weights
 
 
 class Skeleton:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from pronghorn.config import Recipe
+from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.loading.load import load_model
+from pronghorn.loading.new_tokens import add_tokens, grow_embeddings, trainable_tokens
 from pronghorn.models.attach import attach
-from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
-from pronghorn.models.new_tokens import add_tokens, grow_embeddings, trainable_tokens
 from pronghorn.models.reach import end_names
 from pronghorn.train.run import run
 from support.causal_lms import tiny

@@ -1,0 +1,1 @@
+"""What is loaded: checkpoints as they are published, GGUF files, saved adapters, weights in few bits."""
