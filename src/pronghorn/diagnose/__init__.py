@@ -1,1 +1,1 @@
-"""What is wrong with an installation, and the command that mends it."""
+"""What is right and what is slow: doctor, inspect, plans, verify, profile, and servers' answers."""
