@@ -45,9 +45,9 @@ from pronghorn.export.merge import merged_tensors, save_merged
 from pronghorn.loading.gguf import load_gguf
 from pronghorn.loading.load import load_model
 from pronghorn.models.families import base_causal_lm
+from pronghorn.records.record import FILE_NAME as RECORD
+from pronghorn.records.record import RunRecord
 from pronghorn.train.chat import load_chat, recipe_of
-from pronghorn.train.record import FILE_NAME as RECORD
-from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run as train
 
 TRAINED_ON = 256

@@ -65,9 +65,9 @@ def worker(given: Any) -> None:
     from benchmarks.records import build
     from pronghorn.data.dealing import DealtRows, Share
     from pronghorn.environment import grow_segments
-    from pronghorn.memory.sharded import sharded
     from pronghorn.models.attach import attached
     from pronghorn.models.families import base_causal_lm
+    from pronghorn.parallel.sharded import sharded
 
     grow_segments()
     rank, processes = given.rank, int(os.environ.get("WORLD_SIZE", "1"))
@@ -120,9 +120,9 @@ def worker(given: Any) -> None:
 def values(model: Any) -> dict[str, Any]:
     """Return what is trained, in host memory; of trained layers that are shared the first process has all, others
     nothing."""
-    from pronghorn.memory.sharded import sharded
-    from pronghorn.memory.sharded_state import gathering
     from pronghorn.models.families import base_causal_lm
+    from pronghorn.parallel.sharded import sharded
+    from pronghorn.parallel.state import gathering
     from pronghorn.parity.parameters import trainable
 
     shared = sharded(base_causal_lm(model))

@@ -15,8 +15,8 @@ from typing import Any
 
 from pronghorn.device import device_name, versions
 from pronghorn.errors import DataError
+from pronghorn.records.page import check_writable
 from pronghorn.state import write_text
-from pronghorn.train.page import check_writable
 
 SCHEMA = "pronghorn-result-v1"
 

@@ -21,8 +21,8 @@ from pronghorn.cli.console import Console
 from pronghorn.cli.errors import LONGEST
 from pronghorn.cli.main import app
 from pronghorn.cli.train import summary
+from pronghorn.records.page import write_page
 from pronghorn.text import clip, counted, does, short, visible
-from pronghorn.train.page import write_page
 from support.run_records import record
 
 ATTACKS = {

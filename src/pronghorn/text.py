@@ -55,3 +55,13 @@ def _written(character: str) -> str:
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people read them: 8.2 s, 3 min 05 s, 2 h 07 min."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -19,7 +19,7 @@ import yaml
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
-from pronghorn.train.record import FILE_NAME as RECORD
+from pronghorn.records.record import FILE_NAME as RECORD
 from support.packed_checkpoints import change
 
 TURN = "{{ '[' + m['role'] + ']' + m['content'] + '</s>' }}"

@@ -20,7 +20,7 @@ from pronghorn.config.recipe import Source
 from pronghorn.data.sources import fingerprint
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.loading.load import find_model
-from pronghorn.train.page import check_writable, write_text
+from pronghorn.records.page import check_writable, write_text
 
 AXOLOTL = "base_model: a/b\nsequence_len: 64\nadapter: lora\ndatasets:\n  - {path: a.jsonl, type: alpaca}\n"
 RECIPE = "model: {name: a/b, max_seq_length: 64}\ndata: {train: a.jsonl}\ntrain: {output: out}\n"

@@ -31,7 +31,7 @@ from pronghorn.diagnose.inspect import (
 )
 from pronghorn.errors import ConfigError
 from pronghorn.loading.load import FoundModel
-from pronghorn.train.page import write_text
+from pronghorn.records.page import write_text
 from support.run_records import HOSTILE, Page
 
 TEMPLATE = (

@@ -17,9 +17,9 @@ import torch.multiprocessing
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
-from pronghorn.memory.sharded import sharded
-from pronghorn.memory.sharded_state import gathering
 from pronghorn.models.families import base_causal_lm
+from pronghorn.parallel.sharded import sharded
+from pronghorn.parallel.state import gathering
 
 WORLD = 2
 _LAST: deque[Any] = deque(maxlen=1)

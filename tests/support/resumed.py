@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pronghorn.records.record import RunRecord
 from pronghorn.train.checkpoint import checkpoints
-from pronghorn.train.record import RunRecord
 
 STATE = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 

@@ -6,7 +6,7 @@ import math
 from html.parser import HTMLParser
 from typing import Any
 
-from pronghorn.train.record import RunRecord
+from pronghorn.records.record import RunRecord
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 

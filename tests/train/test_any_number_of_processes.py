@@ -21,10 +21,10 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.loading.share import share_layers
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.memory.sharded import sharded
 from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
+from pronghorn.parallel.sharded import sharded
 from pronghorn.train import ranks
 from support.processes import together, whole_state
 from support.tiny import in_4_bits, packed_row, tiny_model

@@ -15,9 +15,9 @@ from transformers import TrainerCallback
 
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.errors import TrainingError
+from pronghorn.records.record import RunRecord
+from pronghorn.records.report import headlines
 from pronghorn.train.gradients import MOST_SKIPPED
-from pronghorn.train.record import RunRecord
-from pronghorn.train.report import headlines
 from pronghorn.train.run import run
 from support.runs import Make
 from support.trainers import config

@@ -36,10 +36,10 @@ from pronghorn.models import auto_plan, causal_lm
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
+from pronghorn.records.record import RunRecord
 from pronghorn.train import prepared_model
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory, _forget, _tighter_plan, tighten
 from pronghorn.train.prepared_model import TighterPlans
-from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
 from support.generic import generic_model
 from support.processes import WORLD, together

@@ -27,9 +27,9 @@ from pronghorn import state
 from pronghorn.cli.main import app
 from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
+from pronghorn.records.record import RunRecord
 from pronghorn.train.checkpoint import Fingerprint, checkpoints, clear_leftovers, seal
 from pronghorn.train.control import RunControl, trained_seconds
-from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
 from pronghorn.train.run_folder import lock_folder
 from pronghorn.train.run_state import open_run_state

@@ -23,8 +23,8 @@ from pronghorn.errors import ConfigError, DataError, TrainingError
 from pronghorn.export.folder import disk_is_full, whole_folder
 from pronghorn.loading.load import load_model
 from pronghorn.models.lora import add_lora
+from pronghorn.records.record import RunRecord
 from pronghorn.train.build import build
-from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
 from pronghorn.train.run_folder import must_have_improved
 

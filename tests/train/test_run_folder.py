@@ -22,12 +22,12 @@ from pronghorn import state
 from pronghorn.cli.main import app
 from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, TrainingError, UnsupportedError
+from pronghorn.records.record import RunRecord
+from pronghorn.records.report import is_final
 from pronghorn.train import run as run_module
 from pronghorn.train import run_folder
 from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.control import RunControl
-from pronghorn.train.record import RunRecord
-from pronghorn.train.report import is_final
 from pronghorn.train.run import run
 from pronghorn.train.run_folder import lock_folder
 from pronghorn.train.run_state import open_run_state

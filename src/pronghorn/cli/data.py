@@ -39,7 +39,7 @@ def inspect_data(
     console = Console()
     with plain_errors(debug):
         from pronghorn.config.recipe import Recipe
-        from pronghorn.train.page import check_page
+        from pronghorn.records.page import check_page
 
         settings = Recipe.load(recipe, overrides or [])
         check_page(html)

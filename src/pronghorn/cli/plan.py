@@ -78,7 +78,7 @@ def render(report: PlanReport) -> RenderableType:
     """Return the report for a terminal."""
     from pronghorn.diagnose.plan_report import policy_map
     from pronghorn.memory.estimate import CONTEXT_BYTES, GIB
-    from pronghorn.train.progress import duration
+    from pronghorn.text import duration
 
     predicted, budget = report.plan.predicted, report.plan.budget_bytes or 0
     memory = Table("memory at the peak", "GiB", box=None, padding=(0, 2, 0, 0))

@@ -47,7 +47,7 @@ def profile(
     with plain_errors(debug):
         from pronghorn.config.recipe import Recipe
         from pronghorn.diagnose.profile_report import read_profile
-        from pronghorn.train.page import check_page, check_writable
+        from pronghorn.records.page import check_page, check_writable
 
         settings = Recipe.load(recipe, overrides or [])
         other = None if against is None else read_profile(against)

@@ -43,13 +43,13 @@ def report(
             if run.suffix.lower() in (".yaml", ".yml"):
                 raise ConfigError(f"{run} is a recipe, no run", "give its run's folder, which train.output names")
         if len(runs) > 1:
-            from pronghorn.train.compare import write_comparison
+            from pronghorn.records.compare import write_comparison
 
             page = write_comparison(runs, html or Path("comparison.html"))
             Console().print(f"Comparison: {page}", markup=False, soft_wrap=True)
             return
         if html is not None:
             raise ConfigError("--html with one run", "leave it out: the page is report.html in the run's folder")
-        from pronghorn.train.report import rewrite_report
+        from pronghorn.records.report import rewrite_report
 
         Console().print(f"Report: {rewrite_report(runs[0])}", markup=False, soft_wrap=True)

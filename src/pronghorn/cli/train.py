@@ -17,7 +17,7 @@ from pronghorn.cli.processes import choose_gpus, start, visible_gpus
 from pronghorn.environment import join_slurm, joined, main_process
 
 if TYPE_CHECKING:
-    from pronghorn.train.record import RunRecord
+    from pronghorn.records.record import RunRecord
 
 
 def train(
@@ -82,7 +82,7 @@ def train(
 def summary(record: RunRecord, output: Path, paths: bool = False) -> Table:
     """Make a table of the report's headlines, the paths taken (in one line unless `paths`), answers, and where the
     run's files are."""
-    from pronghorn.train.report import FILE_NAME, headlines, lost
+    from pronghorn.records.report import FILE_NAME, headlines, lost
 
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)

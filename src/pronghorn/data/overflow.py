@@ -107,3 +107,12 @@ def _pieces(document: Document, length: int) -> list[Document]:
         source = f"{document.source} piece {len(pieces) + 1}".lstrip()
         pieces.append(Document(ids, [IGNORE_INDEX, *labels[1:]], source))
     return pieces
+
+
+MUCH = 0.01
+"""The share of documents from which on it is a warning that they are dropped or cut."""
+
+
+def lost_documents(dropped: int, dropped_share: float, truncated: int, cut_share: float) -> str:
+    """Say how many documents were dropped and cut, and which share that is."""
+    return f"{counted(dropped, 'document')} dropped ({dropped_share:.1%}), {truncated:,} truncated ({cut_share:.1%})"

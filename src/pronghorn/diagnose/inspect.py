@@ -21,9 +21,9 @@ from rich.text import Text
 from pronghorn.config.recipe import Recipe
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.diagnose.tables import Table
+from pronghorn.records.page import write_page
 from pronghorn.text import counted, does
 from pronghorn.text import visible as text_visible
-from pronghorn.train.page import write_page
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from pronghorn.diagnose.profile_trace import Cause
 from pronghorn.diagnose.tables import Table
-from pronghorn.train.page import write_page, write_text
-from pronghorn.train.record import read_table
+from pronghorn.records.page import write_page, write_text
+from pronghorn.records.record import read_table
 
 SCHEMA = "pronghorn-profile-v1"
 PHASES = "what the trainer does"

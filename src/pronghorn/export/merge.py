@@ -26,11 +26,11 @@ from pronghorn.export.rounding import round_merged
 from pronghorn.kernels.nf4 import dequantise
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.loading.skeleton import tied_names
-from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models.attach import plain_class
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.passes import in_evaluation
+from pronghorn.parallel.state import refuse_sharded
 from pronghorn.parity.distance import MERGED_LOGITS, relative_error
 from pronghorn.precision.loader import StoredTensor, load
 

@@ -38,7 +38,7 @@ from pronghorn.layers.watch import Watch, hooks_in
 from pronghorn.layers.weight_layout import GroupStorage, merge_weights
 from pronghorn.memory.plan import MLP_ROWS, POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
-from pronghorn.memory.sharded import narrow_reader
+from pronghorn.parallel.sharded import narrow_reader
 from pronghorn.precision.compute import Compute, check_device
 from pronghorn.precision.fp8 import check_float16
 

@@ -19,7 +19,7 @@ from pronghorn.families.spec import Experts
 from pronghorn.kernels.grouped_fp8 import FP8Experts
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.linears import merged_into
-from pronghorn.memory.sharded import IN_BUFFER
+from pronghorn.parallel.sharded import IN_BUFFER
 from pronghorn.precision.compute import Compute
 
 _LENT = "_pronghorn_codes"

@@ -23,7 +23,7 @@ from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_written_out, unmerge_disabled
 from pronghorn.layers.weight_layout import GroupStorage
-from pronghorn.memory.sharded import IN_BUFFER, lie_wide, narrowed
+from pronghorn.parallel.sharded import IN_BUFFER, lie_wide, narrowed
 from pronghorn.precision.compute import MULTIPLE, Compute
 from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, WrittenCodesSource, is_nf4
 from pronghorn.precision.source import (

@@ -18,7 +18,7 @@ from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import transposed
 from pronghorn.layers.linears import adapter_of, base_of, is_written_out, merged_into
-from pronghorn.memory.sharded import IN_BUFFER
+from pronghorn.parallel.sharded import IN_BUFFER
 from pronghorn.precision.fp8 import FP8Weight
 
 WIDE = 2

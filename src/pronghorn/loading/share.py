@@ -1,4 +1,4 @@
-"""Share a model's layers with the other processes (`memory.sharded`), by the family's description: when it is loaded,
+"""Share a model's layers with the other processes (`parallel.sharded`), by the family's description: when it is loaded,
 or layer by layer while it loads, so that no process ever holds it whole."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.layers.linears import base_of
-from pronghorn.memory.sharded import FIRST, IN_BUFFER, ShardedLayers, first_values, shard, sharded
-from pronghorn.memory.sharded_unit import WeightGroups, weight_groups
 from pronghorn.models.families import base_causal_lm, check_config, decoder_layers
+from pronghorn.parallel.sharded import FIRST, IN_BUFFER, ShardedLayers, first_values, shard, sharded
+from pronghorn.parallel.unit import WeightGroups, weight_groups
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.fp8 import as_codes, is_nf4, row_scales
 

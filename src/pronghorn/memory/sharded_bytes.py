@@ -1,4 +1,4 @@
-"""Count what a process holds of a model whose layers' weights are shared by several (`memory.sharded`).
+"""Count what a process holds of a model whose layers' weights are shared by several (`parallel.sharded`).
 
 A part of each layer rests with it, and two layers are whole in buffers: the one that computes and the next. What lies
 outside the layers is whole in every process, adapters too. Of layers that are trained masters, gradients and the
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pronghorn.families.layer_spec import LayerSpec
-from pronghorn.memory.sharded import BUFFERS
-from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW
 from pronghorn.memory.workload import NF4_BYTES, ModelDims, TrainSetup
+from pronghorn.parallel.sharded import BUFFERS
+from pronghorn.parallel.unit import MASTER_BYTES, NARROW
 
 
 def gathered_bytes(layer: LayerSpec, setup: TrainSetup) -> int:

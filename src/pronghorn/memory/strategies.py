@@ -1,7 +1,7 @@
 """Predict what training on several GPUs takes, by strategy, and choose one.
 
     copies    every rank holds the whole model; gradients are averaged once a step
-    sharded   ranks share the weights of each layer (`memory.sharded`): frozen ones, or all in full fine-tuning
+    sharded   ranks share the weights of each layer (`parallel.sharded`): frozen ones, or all in full fine-tuning
 
 A collective of B bytes over N ranks takes (N − 1)/N · B / link to gather, twice that to average.
 With g_l a layer's gather, f_l and b_l its forward and backward with what is recomputed,

@@ -98,9 +98,9 @@ class TrainSetup:
     distributed: bool = False
     """Under DDP, whose buckets hold all gradients once more."""
     processes: int = 1
-    """How many share the weights of each layer (`memory.sharded`)."""
+    """How many share the weights of each layer (`parallel.sharded`)."""
     copy_trained: bool = False
-    """Trained layers that they share are copied out of the other GPUs' memory (`memory.sharded_copies`)."""
+    """Trained layers that they share are copied out of the other GPUs' memory (`parallel.copies`)."""
     unshared: str = ""
     """Why they can't, if something else than the model forbids it: an optimiser that needs whole weights."""
     accumulates: bool = True

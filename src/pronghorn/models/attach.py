@@ -36,8 +36,6 @@ from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Codes, Plan
 from pronghorn.memory.recompute import Installed, install, policies_of
-from pronghorn.memory.sharded import sharded
-from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models import experts
 from pronghorn.models.attach_options import AttachOptions, Attention, Experimental, Layers
 from pronghorn.models.causal_lm import check_forward, packed_class
@@ -61,6 +59,8 @@ from pronghorn.models.metadata import CAUSAL_LM, LAYERS, share_metadata
 from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
 from pronghorn.models.unpadded import GRAPHS, put_back
+from pronghorn.parallel.sharded import sharded
+from pronghorn.parallel.state import refuse_sharded
 from pronghorn.precision.compute import Compute
 
 

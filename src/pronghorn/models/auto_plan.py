@@ -24,7 +24,6 @@ from pronghorn.memory.devices import DeviceSpec, device_spec
 from pronghorn.memory.estimate import CONTEXT_BYTES, Method, ModelDims, TrainSetup
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import PlanDoesNotFit, plan
-from pronghorn.memory.sharded import sharded
 from pronghorn.memory.step_time import StepTimes
 from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attached
@@ -32,6 +31,7 @@ from pronghorn.models.attach_options import chooses_codes
 from pronghorn.models.families import base_causal_lm, check_config, has_experts
 from pronghorn.models.measured_layer import measured_times as measured_times
 from pronghorn.optimizers import TrainedTensor, state_bytes
+from pronghorn.parallel.sharded import sharded
 
 T = TypeVar("T")
 LESS = 0.04

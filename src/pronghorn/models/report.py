@@ -15,12 +15,12 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers, output_is_seen
 from pronghorn.layers.lora_linear import lora_linears
 from pronghorn.memory.plan import CODES_WRITTEN, Policy
-from pronghorn.memory.sharded import sharded
 from pronghorn.models.attach_options import chooses_codes
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
 from pronghorn.models.unpadded import is_seen
+from pronghorn.parallel.sharded import sharded
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
 from pronghorn.text import counted

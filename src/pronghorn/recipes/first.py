@@ -18,8 +18,7 @@ from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import GIB
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.recipes.draft import Draft
-from pronghorn.text import counted
-from pronghorn.train.progress import duration
+from pronghorn.text import counted, duration
 
 Task = Literal["sft", "pretrain"]
 Method = Literal["lora", "qlora", "full"]

@@ -16,9 +16,9 @@ from pronghorn.errors import ConfigError, DataError
 from pronghorn.export.engines.openai import OpenAIServer
 from pronghorn.loading.load import FoundModel, default_device, find_model, resolve_dtype
 from pronghorn.loading.new_tokens import grow_embeddings
+from pronghorn.records.record import RunRecord
 from pronghorn.train.documents import find
 from pronghorn.train.evaluate import answer
-from pronghorn.train.record import RunRecord
 
 Turns = list[dict[str, str]]
 

@@ -17,8 +17,8 @@ import torch
 
 from pronghorn import state
 from pronghorn.errors import DataError
-from pronghorn.memory.sharded import first_values, sharded
 from pronghorn.models.families import base_causal_lm
+from pronghorn.parallel.sharded import first_values, sharded
 
 SCHEMA = "pronghorn-checkpoint-v2"
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from pronghorn.config.recipe import Recipe
 from pronghorn.config.sections import CHANGES_BASE
 from pronghorn.data.cache import Prepared, documents
+from pronghorn.data.overflow import MUCH, lost_documents
 from pronghorn.data.template import find_template
 from pronghorn.errors import ConfigError
 from pronghorn.families.registry import import_plugins
@@ -108,12 +109,3 @@ def _trained_too(recipe: Recipe) -> str | None:
     evaluated = recipe.data.sources("eval")
     again = (e for e in evaluated for path in (e.path, *e.path.parents) if (path, e.config, e.split) in trained)
     return next((str(source.path) for source in again), None)
-
-
-MUCH = 0.01
-"""The share of documents from which on it is a warning that they are dropped or cut."""
-
-
-def lost_documents(dropped: int, dropped_share: float, truncated: int, cut_share: float) -> str:
-    """Say how many documents were dropped and cut, and which share that is."""
-    return f"{counted(dropped, 'document')} dropped ({dropped_share:.1%}), {truncated:,} truncated ({cut_share:.1%})"

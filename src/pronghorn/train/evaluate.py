@@ -14,9 +14,9 @@ from pronghorn.data.template import render
 from pronghorn.device import processes
 from pronghorn.errors import DataError
 from pronghorn.export.engines.transformers import stop_tokens
-from pronghorn.memory.sharded import sharded
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.passes import in_evaluation
+from pronghorn.parallel.sharded import sharded
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 from pronghorn.device import processes
 from pronghorn.errors import TrainingError
 from pronghorn.kernels.norms import norms
-from pronghorn.memory.sharded import IN_BUFFER
-from pronghorn.memory.sharded_training import TrainedParts
+from pronghorn.parallel.sharded import IN_BUFFER
+from pronghorn.parallel.training import TrainedParts
 from pronghorn.text import counted
 
 MOST_SKIPPED = 25

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from transformers import TrainerCallback
 
-from pronghorn.text import counted
+from pronghorn.text import counted, duration
 from pronghorn.train.control import trained_seconds
 
 if TYPE_CHECKING:
@@ -142,16 +142,6 @@ class RowsProgress:
         for source, task in zip(self._tasks, self._bar.tasks, strict=True):
             rows = counted(int(task.completed), "row")
             self.console.print(f"{source}: {rows} tokenised in {duration(task.elapsed or 0.0)}", markup=False)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as people read them: 8.2 s, 3 min 05 s, 2 h 07 min."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _bar(console: Console, transient: bool = False) -> Progress:

@@ -27,11 +27,11 @@ from pronghorn.device import processes
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export.folder import full_disk, whole_folder
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.memory.sharded import IN_BUFFER
-from pronghorn.memory.sharded_training import TrainedParts
 from pronghorn.memory.step_time import attention_share
 from pronghorn.models.auto_plan import dims_of
 from pronghorn.models.families import base_causal_lm
+from pronghorn.parallel.sharded import IN_BUFFER
+from pronghorn.parallel.training import TrainedParts
 from pronghorn.text import counted
 
 MOST_BYTES = 2**30

@@ -28,18 +28,18 @@ from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import Handle
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
+from pronghorn.records.live import LivePage
+from pronghorn.records.model_card import write_cards
+from pronghorn.records.record import RunRecord, steps_of_log, trainable_parameters
+from pronghorn.records.report import write_report
 from pronghorn.text import counted
 from pronghorn.train.build import autocast_dtype, check_device, load, make_trainer, planned_steps, training_arguments
 from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
-from pronghorn.train.live import LivePage
-from pronghorn.train.model_card import write_cards
 from pronghorn.train.padding_free import how_batched
 from pronghorn.train.progress import ProgressCallback, track
-from pronghorn.train.record import RunRecord, steps_of_log, trainable_parameters
-from pronghorn.train.report import write_report
 from pronghorn.train.run_folder import must_have_improved, open_folder
 from pronghorn.train.run_state import RunState, check_data, note_processes, recipe_hash
 from pronghorn.train.trainer import SFTTrainer

@@ -18,11 +18,11 @@ from rich.prompt import Confirm
 from pronghorn import state
 from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError, TrainingError
+from pronghorn.records.record import FILE_NAME as RECORD
+from pronghorn.records.record import RunRecord
+from pronghorn.records.report import FILE_NAME as REPORT
+from pronghorn.records.report import is_final, rewrite_report
 from pronghorn.train.checkpoint import checkpoints, clear_leftovers, verify
-from pronghorn.train.record import FILE_NAME as RECORD
-from pronghorn.train.record import RunRecord
-from pronghorn.train.report import FILE_NAME as REPORT
-from pronghorn.train.report import is_final, rewrite_report
 from pronghorn.train.run_state import FILE_NAME as STATE
 from pronghorn.train.run_state import RunState, changed_keys, open_run_state, recipe_hash
 

@@ -20,9 +20,9 @@ from pronghorn.config.recipe import Recipe
 from pronghorn.config.sections import ON_LOSS
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
+from pronghorn.records.record import read_table, write_table
 from pronghorn.text import counted
 from pronghorn.train.checkpoint import checkpoints
-from pronghorn.train.record import read_table, write_table
 
 FILE_NAME = "journal.json"
 SCHEMA = "pronghorn-journal-v1"

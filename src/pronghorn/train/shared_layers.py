@@ -1,4 +1,4 @@
-"""TRL's trainer where processes share trained layers (`memory.sharded_training`): what the optimiser steps on, and what
+"""TRL's trainer where processes share trained layers (`parallel.training`): what the optimiser steps on, and what
 is saved and read. A checkpoint may be read by another number of processes, and by one that has all weights."""
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pronghorn.device import processes
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export.merge import write_model
 from pronghorn.loading.load import find_model
-from pronghorn.memory.sharded import ShardedLayers, sharded, whole_trained
-from pronghorn.memory.sharded_state import gathering, load_state
-from pronghorn.memory.sharded_training import Piece
 from pronghorn.models.families import base_causal_lm
 from pronghorn.optimizers import ON_PARTS
+from pronghorn.parallel.sharded import ShardedLayers, sharded, whole_trained
+from pronghorn.parallel.state import gathering, load_state
+from pronghorn.parallel.training import Piece
 
 _FILE = "shared_optimizer-{}-of-{}.pt"
 

@@ -31,9 +31,9 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import is_bf16_supported, processes
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
-from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.families import base_causal_lm
 from pronghorn.optimizers import page_again
+from pronghorn.parallel.sharded import sharded, whole_trained
 from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_model, prepared_rows, validate
 from pronghorn.train.counters import StepCounters, is_spare
 from pronghorn.train.evaluating import EvaluatingTrainer

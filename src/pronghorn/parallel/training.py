@@ -1,4 +1,4 @@
-"""Train weights that processes share (`memory.sharded`): each has a part of every layer in float32, and the optimiser
+"""Train weights that processes share (`parallel.sharded`): each has a part of every layer in float32, and the optimiser
 steps on these parts alone.
 
     backward   compute   … │ layer k + 1 │ layer k                │     the gradients of layer k + 1 are summed over all
@@ -7,7 +7,7 @@ steps on these parts alone.
 A layer's gradients are whole until the layer before it has gone backward, by when they were copied into one buffer and
 summed. Micro-batches add up in the parts. The head's gradients are there when the layers' backward begins, and are
 averaged beside it. All in float32. NCCL sums, or each GPU adds up what it copies from the others
-(`memory.sharded_copies`).
+(`parallel.copies`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.memory.sharded_copies import ShownGradients
-from pronghorn.memory.sharded_peers import Mapped
-from pronghorn.memory.sharded_unit import MASTER_BYTES, Unit
+from pronghorn.parallel.copies import ShownGradients
+from pronghorn.parallel.peers import Mapped
+from pronghorn.parallel.unit import MASTER_BYTES, Unit
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 
 from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose.export_run import export_run
-from pronghorn.train.model_card import card, licence_of
-from pronghorn.train.record import RunRecord
+from pronghorn.records.model_card import card, licence_of
+from pronghorn.records.record import RunRecord
 from pronghorn.train.run import run
 from pronghorn.train.trainer import SFTTrainer
 from support.run_records import record

@@ -8,13 +8,12 @@ from typing import Any
 
 from jinja2 import UndefinedError
 
+from pronghorn.data.overflow import MUCH, lost_documents
 from pronghorn.errors import DataError, PronghornError
-from pronghorn.text import counted
-from pronghorn.train.charts import SMOOTHED_FROM, loss_chart, speed_chart, step_chart
-from pronghorn.train.documents import MUCH, lost_documents
-from pronghorn.train.page import write_page
-from pronghorn.train.progress import duration
-from pronghorn.train.record import RunRecord
+from pronghorn.records.charts import SMOOTHED_FROM, loss_chart, speed_chart, step_chart
+from pronghorn.records.page import write_page
+from pronghorn.records.record import RunRecord
+from pronghorn.text import counted, duration
 
 FILE_NAME = "report.html"
 

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from pronghorn.errors import PronghornError
-from pronghorn.train.record import RunRecord
-from pronghorn.train.report import write_report
+from pronghorn.records.record import RunRecord
+from pronghorn.records.report import write_report
 
 EVERY = 30.0
 """Seconds between two pages."""

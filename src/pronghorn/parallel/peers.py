@@ -3,7 +3,7 @@
 NCCL gathers by kernels that take multiprocessors from the products beside them: of 8B's layers on two H100s these took
 7 % longer. Here what others read lies in memory that every process maps (torch's symmetric memory), and is copied by
 the copy engines: frozen weights' parts themselves, which never change, and of weights that are trained what
-`memory.sharded_copies` puts there. Where that can't be had, NCCL gathers.
+`parallel.copies` puts there. Where that can't be had, NCCL gathers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pronghorn.memory.sharded_unit import Unit
+from pronghorn.parallel.unit import Unit
 
 
 class Mapped(NamedTuple):

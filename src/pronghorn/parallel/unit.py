@@ -140,7 +140,7 @@ class Unit:
         self.size = part * processes
         """Bytes of all processes' parts together."""
         self.peers: list[Tensor] = []
-        """All processes' parts, where this one reads them out of the others' memory (`memory.sharded_peers`)."""
+        """All processes' parts, where this one reads them out of the others' memory (`parallel.peers`)."""
         self.narrow_peers: list[Tensor] = []
         """The same of trained products' numbers in 16 bits; its own part among them is for `show` to write."""
         for place in self.places:

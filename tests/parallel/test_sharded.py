@@ -17,9 +17,9 @@ from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.layers.linears import is_written_out
 from pronghorn.loading.share import share_layers
 from pronghorn.memory.plan import Plan
-from pronghorn.memory.sharded import BUFFERS, sharded
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import base_causal_lm
+from pronghorn.parallel.sharded import BUFFERS, sharded
 from pronghorn.parity.distance import relative_error
 from pronghorn.precision.compute import Compute
 from pronghorn.train.checkpoint import Fingerprint

@@ -20,10 +20,10 @@ from pronghorn.export.merge import write_model
 from pronghorn.layers.decoder import is_fused
 from pronghorn.loading.share import share_layers
 from pronghorn.memory.plan import Plan
-from pronghorn.memory.sharded import BUFFERS, sharded, whole_trained
-from pronghorn.memory.sharded_peers import Mapped
-from pronghorn.memory.sharded_state import gathering, load_state
 from pronghorn.models.attach import attach
+from pronghorn.parallel.peers import Mapped
+from pronghorn.parallel.sharded import BUFFERS, sharded, whole_trained
+from pronghorn.parallel.state import gathering, load_state
 from pronghorn.train.ranks import average_gradients
 from pronghorn.train.shared_layers import load_whole
 from support.processes import WORLD, gather_gradients, selected, together, whole_state
@@ -236,7 +236,7 @@ def files_that_all_map(folder: Path, rank: int) -> Any:
             found.append(Mapped(own, peers))
         return found
 
-    return patch("pronghorn.memory.sharded_peers.open_memory", open_memory)
+    return patch("pronghorn.parallel.peers.open_memory", open_memory)
 
 
 def copied(case: tuple[Any, ...], rank: int, folder: Path) -> None:

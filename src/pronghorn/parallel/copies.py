@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pronghorn.memory import sharded_peers
-from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Unit
+from pronghorn.parallel import peers
+from pronghorn.parallel.unit import MASTER_BYTES, NARROW, Unit
 
 
 class Meeting:
@@ -39,7 +39,7 @@ class ShownWeights:
         whole: bytes that others read; kept, as their memory is.
     """
 
-    def __init__(self, units: Sequence[Unit], whole: sharded_peers.Mapped, group: Any) -> None:
+    def __init__(self, units: Sequence[Unit], whole: peers.Mapped, group: Any) -> None:
         self._units, self._meet, self._whole = units, Meeting(whole.own.device, group), whole
         begin = 0
         for unit in units:
@@ -67,7 +67,7 @@ class ShownGradients:
         whole: bytes that others read, with room for the largest layer; kept, as their memory is.
     """
 
-    def __init__(self, whole: sharded_peers.Mapped, part: int, rank: int, group: Any) -> None:
+    def __init__(self, whole: peers.Mapped, part: int, rank: int, group: Any) -> None:
         self._whole, self._peers = whole, [peer.view(torch.float32) for peer in whole.peers]
         self.own, self._rank = self._peers[rank], rank
         """What this process writes between `meet` and `sum`."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pronghorn.errors import TrainingError, UnsupportedError
-from pronghorn.memory.sharded import IN_BUFFER, InBuffer, ShardedLayers, sharded
+from pronghorn.parallel.sharded import IN_BUFFER, InBuffer, ShardedLayers, sharded
 
 
 @contextmanager

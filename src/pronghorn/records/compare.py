@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import ConfigError
-from pronghorn.text import short
-from pronghorn.train.charts import RUNS, losses_chart
-from pronghorn.train.page import check_page, write_page
-from pronghorn.train.progress import duration
-from pronghorn.train.record import RunRecord
+from pronghorn.records.charts import RUNS, losses_chart
+from pronghorn.records.page import check_page, write_page
+from pronghorn.records.record import RunRecord
+from pronghorn.text import duration, short
 
 
 def differing_settings(recipes: Sequence[dict[str, dict[str, Any]]]) -> list[tuple[str, list[str]]]:

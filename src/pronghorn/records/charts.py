@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pronghorn.train.record import RunRecord
+from pronghorn.records.record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,10 +14,10 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.loading.load import find_model
 from pronghorn.loading.share import SharedLoading, share_layers
 from pronghorn.memory.plan import Plan
-from pronghorn.memory.sharded import BUFFERS, IN_BUFFER, sharded
 from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.lora import add_lora
+from pronghorn.parallel.sharded import BUFFERS, IN_BUFFER, sharded
 from pronghorn.precision.compute import Compute
 from support.packed_checkpoints import mxfp4_checkpoint
 from support.packed_linears import packed_linears

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
 from pronghorn.errors import ConfigError
-from pronghorn.train.compare import write_comparison
-from pronghorn.train.live import LivePage
-from pronghorn.train.record import RunRecord
-from pronghorn.train.report import is_final, write_report
+from pronghorn.records.compare import write_comparison
+from pronghorn.records.live import LivePage
+from pronghorn.records.record import RunRecord
+from pronghorn.records.report import is_final, write_report
 from pronghorn.train.run import run
 from support.run_records import HOSTILE, Page, record
 from support.runs import QUIET, Make
@@ -67,7 +67,7 @@ def test_a_comparison_of_equal_recipes_and_of_too_many(tmp_path: Path) -> None:
 def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 40 seconds pass between two looks at the clock."""
     clock = SimpleNamespace(monotonic=count(0.0, 40.0).__next__)
-    monkeypatch.setattr("pronghorn.train.live.time", clock)
+    monkeypatch.setattr("pronghorn.records.live.time", clock)
 
 
 @pytest.mark.usefixtures("quick_clock")

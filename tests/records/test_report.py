@@ -14,9 +14,9 @@ from rich.console import Console
 
 from pronghorn.cli.train import summary
 from pronghorn.errors import DataError
+from pronghorn.records.record import RunRecord
+from pronghorn.records.report import write_report
 from pronghorn.train.progress import ProgressCallback, duration, track
-from pronghorn.train.record import RunRecord
-from pronghorn.train.report import write_report
 from support.run_records import HOSTILE, Page, record
 
 

@@ -10,7 +10,7 @@ There are two buffers, and every weight has a fixed place in one of them: layer 
 read weights where they always lie, and what autograd saved of them in the forward is right again in the backward. Bytes
 are gathered as they are stored: a 4-bit base travels in 4 bits.
 
-Either a layer's frozen weights are shared (LoRA), or all of it, which is trained: `memory.sharded_training`. Float32
+Either a layer's frozen weights are shared (LoRA), or all of it, which is trained: `parallel.training`. Float32
 weights of products that fused layers compute in bfloat16 travel in bfloat16, into buffers that these read (`narrow`);
 the parameters themselves then have no values but NaN. Adapters and what lies outside the layers (embeddings, head, last
 norm) are whole in each process. FSDP2 would make DTensors of weights, which layers find in other places in each
@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from pronghorn.errors import TrainingError
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import ROW_SCALES
-from pronghorn.memory import sharded_peers
-from pronghorn.memory.sharded_copies import ShownWeights
-from pronghorn.memory.sharded_training import TrainedParts
-from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Reference, Unit, WeightGroups, references
+from pronghorn.parallel import peers
+from pronghorn.parallel.copies import ShownWeights
+from pronghorn.parallel.training import TrainedParts
+from pronghorn.parallel.unit import MASTER_BYTES, NARROW, Reference, Unit, WeightGroups, references
 
 BUFFERS = 2
 IN_BUFFER = "_pronghorn_in_buffer"
@@ -153,12 +153,12 @@ class ShardedLayers:
         """Copy weights out of other processes' memory from now on, where that can be; all processes call it."""
         units = [unit for index in range(len(self)) for unit in self._units[index]]
         if self.trained is None:
-            reason = sharded_peers.open_parts(units, self._group)
+            reason = peers.open_parts(units, self._group)
             mapped = sum(len(unit.part) for unit in units)
         else:
             products = [unit for unit in units if unit.products]
             sizes = [ShownWeights.size(products), *self.trained.whole_bytes]
-            mapped, found = sum(sizes), sharded_peers.open_memory(sizes, self.device, self._group)
+            mapped, found = sum(sizes), peers.open_memory(sizes, self.device, self._group)
             reason = found if isinstance(found, str) else ""
             if not isinstance(found, str):
                 self._shown = ShownWeights(products, found[0], self._group)

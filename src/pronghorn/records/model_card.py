@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from pronghorn.records.page import write_text
+from pronghorn.records.record import RunRecord
 from pronghorn.text import counted
-from pronghorn.train.page import write_text
-from pronghorn.train.record import RunRecord
 from pronghorn.version import VERSION
 
 FILE_NAME = "README.md"

@@ -1,0 +1,1 @@
+"""What a run leaves for people: its record, pages made of it, and the model card."""
