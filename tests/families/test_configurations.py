@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import attach
+from pronghorn.models.load import load_model
+from support.composites import logits_of_whole, write_composite
 from support.documents import LENGTHS, ROW, compare
 from support.tiny import packed_row, tiny_model
 
@@ -28,3 +31,12 @@ def test_unusual_values(name: str, layers: str) -> None:
 def test_a_window_that_transformers_has_in_its_flash_attention_alone_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="sliding_window = 5"):
         attach(tiny_model("olmoe", sliding_window=5))
+
+
+def test_the_text_of_a_composite_is_computed_by_its_own_fields(tmp_path: Path) -> None:
+    """Qwen3-VL has no windows, whatever its `config.json` says."""
+    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
+    whole, tokens = write_composite(tmp_path, "qwen3_vl", **window), torch.arange(3, 23)[None]
+    model, _ = load_model(tmp_path, max_seq_length=32, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, logits_of_whole(whole, tokens))
