@@ -3,7 +3,7 @@
 from typing import Any
 
 from pronghorn.families.gguf_spec import Gguf, of_experts
-from pronghorn.families.spec import Attention, Experts, FamilySpec, llama_blocks, same_blocks, window_of_config
+from pronghorn.families.spec import Attention, Experts, FamilySpec, llama_blocks, same_blocks
 
 
 def _other_weights(config: Any) -> str | None:
@@ -18,12 +18,13 @@ OLMOE = FamilySpec(
     source="transformers.models.olmoe",
     blocks=same_blocks(
         *llama_blocks(
-            Attention(query_norm="q_norm", key_norm="k_norm", norms_span="all heads", window=window_of_config),
+            Attention(query_norm="q_norm", key_norm="k_norm", norms_span="all heads"),
             Experts(),
         )
     ),
     experts=Experts(served="each"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     gguf=Gguf("olmoe", values=lambda config: of_experts(config, width=None), unlike=_other_weights, head_sizes=False),
-    refused_options={"clip_qkv": (None,)},
+    # transformers' flash attention has a window, where the configuration holds one, and its masks have none
+    refused_options={"clip_qkv": (None,), "sliding_window": (None,)},
 )

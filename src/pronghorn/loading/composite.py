@@ -23,6 +23,8 @@ from pronghorn.loading.packed_formats import ALSO_NAMED, FORMATS
 from pronghorn.models.passes import short
 from pronghorn.precision.loader import StoredTensor
 
+_ENDS = {"bos_token_id", "eos_token_id", "tie_word_embeddings"}
+"""Keys of a text_config that are meant where its class has no such fields."""
 _REMEDY = "use a checkpoint of the language model alone"
 
 
@@ -240,6 +242,7 @@ def _text_config(config: Any) -> Any:
     rope = fields.get("rope_parameters") or {}
     fields["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
     known = type(AutoConfig.for_model(family.model_type))().to_dict().keys() - {"model_type", "transformers_version"}
+    known &= type(text)().to_dict().keys() | _ENDS  # what else its config.json may hold it doesn't compute by
     return AutoConfig.for_model(family.model_type, **{key: fields[key] for key in known & fields.keys()})
 
 

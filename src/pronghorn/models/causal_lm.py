@@ -102,7 +102,7 @@ class PackedCausalLM:
             packed,
             self.get_output_embeddings(),
             self.config.vocab_size,
-            softcap=getattr(self.config, "final_logit_softcapping", None),
+            softcap=_softcap(self.config),
             scale=family_of(self.config).logit_scale(self.config),
             num_items=num_items_in_batch,
         )
@@ -112,6 +112,18 @@ class PackedCausalLM:
             loss = loss + self.config.router_aux_loss_coef * aux
             result = MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, hidden_states=outputs.hidden_states)
         return result.to_tuple() if return_dict is False else result
+
+
+def _softcap(config: Any) -> float | None:
+    """Return c of c · tanh(logits / c), where the configuration's class has such a field (Gemma): transformers computes
+    nothing of what another model's conversion left in `config.json`."""
+    name = "final_logit_softcapping"
+    return getattr(config, name, None) if _declares(type(config), name) else None
+
+
+@functools.cache
+def _declares(config_class: type, name: str) -> bool:
+    return hasattr(config_class, name) or name in inspect.signature(config_class.__init__).parameters
 
 
 def has_own_loss(model: Any, keywords: Mapping[str, Any] | None = None) -> bool:

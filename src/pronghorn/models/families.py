@@ -13,7 +13,7 @@ from torch import nn
 from pronghorn.data.batch import LONGEST_TAIL
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families import generic
-from pronghorn.families.registry import family_of
+from pronghorn.families.registry import FAMILIES, family_of
 from pronghorn.families.spec import Attention, FamilySpec, GatedMLP
 from pronghorn.memory.plan import POLICY, Policy
 
@@ -77,12 +77,15 @@ def has_experts(config: Any) -> bool:
 def balances_experts(config: Any, asked: bool | None = None) -> bool:
     """Tell whether a batch's loss is to hold the routers' auxiliary loss: as the call asks, else as the configuration.
 
-    Granite 4's dense models have their siblings' configuration, for which TRL asks, and no router.
+    Granite 4's dense models have their siblings' configuration, for which TRL asks, and no router; Llama's and other
+    dense ones may have its key in their `config.json`, which transformers doesn't read there.
     """
     wanted = getattr(config, "output_router_logits", False) if asked is None else asked
     counts = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
     told = [count for count in counts if count is not None]
-    return bool(wanted and (any(told) or not told))
+    family = FAMILIES.get(config.model_type)
+    known = family is not None and family.source.startswith("transformers.")  # which count experts by these names
+    return bool(wanted and (any(told) or not (told or known)))
 
 
 def settle_balance(config: Any, kwargs: dict[str, Any]) -> bool:
