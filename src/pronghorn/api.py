@@ -19,6 +19,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.export.gguf import check_quantisations, left_out, read_tokenizer, write_gguf
 from pronghorn.export.hub import push_folder
+from pronghorn.export.licences import copy_licences
 from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.plan import Checkpointing, Plan
@@ -297,6 +298,7 @@ class FastLanguageModel:
             warnings.warn(told, stacklevel=2)
         with whole_folder(Path(save_directory)) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             merged = save_merged(model, tokenizer, Path(scratch) / "merged", dtype=dtype_before_gguf(model))
+            copy_licences(merged, folder)
             names = [write_gguf(merged, folder / f"model-{method}.gguf", method).name for method in methods]
         return [Path(save_directory) / name for name in names]
 
