@@ -480,6 +480,39 @@ def test_evaluation_packed_and_unpacked_agree(stories: Path, documents: Dataset,
     assert found == pytest.approx([expected] * 3, rel=1e-5)
 
 
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("packed", [True, False])
+def test_evaluation_in_16_bits_casts_the_model_as_stock_does(
+    stories: Path, documents: Dataset, tmp_path: Path, packed: bool
+) -> None:
+    """Outside of training, and for good."""
+    model, tokenizer = adapted(stories)
+    during: list[set[torch.dtype]] = []
+
+    class Look(TrainerCallback):
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
+            during.append({p.dtype for p in model.parameters()})
+
+    args = config(tmp_path, max_steps=1, bf16_full_eval=True, eval_packing=packed, eval_strategy="steps", eval_steps=1)
+    trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents.select(range(8)),
+                         processing_class=tokenizer, callbacks=[Look()])  # fmt: skip
+    trainer.train()
+    within = trainer.state.log_history[-2]["eval_loss"]
+    after = trainer.evaluate()["eval_loss"]
+    assert during == [{torch.float32}, {torch.bfloat16}]
+    assert after == pytest.approx(within, rel=1e-2) and after != within
+    if packed:
+        with torch.no_grad():
+            plain = document_loss(model.eval(), documents_of(list(trainer.eval_dataset)))
+        assert after == pytest.approx(plain.item(), rel=2e-3)
+    shared = SimpleNamespace(processes=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pronghorn.memory.sharded_state.sharded", lambda _: shared)
+        if packed:
+            with pytest.raises(UnsupportedError, match="bf16_full_eval needs all of the model's weights"):
+                trainer.evaluate()
+
+
 def test_documents_given_to_evaluate_are_packed_too(stories: Path, documents: Dataset, tmp_path: Path) -> None:
     """Batches of few labels and of many: the mean over batches would be another."""
     model, tokenizer = whole(stories)
