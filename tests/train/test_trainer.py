@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
 
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.data.batch import Collator
@@ -1033,6 +1034,36 @@ def test_a_clock_that_was_set_back_costs_no_new_checkpoint(tmp_path: Path) -> No
         os.utime(tmp_path / f"checkpoint-{step}", (seconds, seconds))
     keep_newest(tmp_path, 1, "checkpoint-30")
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-30"]
+
+
+@pytest.mark.parametrize("limit", [None, 0, 1, 2, 3, 9])
+def test_as_many_checkpoints_stay_as_transformers_keeps(tmp_path: Path, limit: int | None) -> None:
+    for best in (1, 3, 5):
+        for folder in ("ours", "theirs"):
+            for step in range(1, 6):
+                (tmp_path / folder / f"checkpoint-{step}").mkdir(parents=True, exist_ok=True)
+                os.utime(tmp_path / folder / f"checkpoint-{step}", (step, step))
+        keep_newest(tmp_path / "ours", limit, "checkpoint-5", f"checkpoint-{best}", among=True)
+        theirs = tmp_path / "theirs"
+        rotate_checkpoints(str(theirs), limit, str(theirs / f"checkpoint-{best}"), use_mtime=True)
+        ours = [path.name for path in checkpoints(tmp_path / "ours")]
+        assert ours == [path.name for path in checkpoints(theirs)], (best, ours)
+
+
+def test_the_best_checkpoint_is_one_of_the_limit(
+    stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a script; beside the newest of a recipe's there is another to go on from."""
+    for keep, kept in ((None, [1, 4]), (2, [1, 3, 4])):
+        evaluations = iter([2.0, 2.5, 2.4, 2.6])
+        monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args, e=evaluations: next(e))
+        model, tokenizer = adapted(stories)
+        args = config(tmp_path / str(keep), save_strategy="steps", save_steps=1, save_total_limit=2,
+                      eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)  # fmt: skip
+        trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, tokenizer=tokenizer)
+        trainer.keep = keep
+        trainer.train()
+        assert [path.name for path in checkpoints(tmp_path / str(keep))] == [f"checkpoint-{step}" for step in kept]
 
 
 @pytest.mark.parametrize("moved", [False, True])
