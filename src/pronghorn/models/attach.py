@@ -144,6 +144,7 @@ class Handle:
     def trying(self, plan: Plan) -> Iterator[None]:
         """Let the layers follow another plan, without CUDA graphs, while the block runs."""
         before, graphs = self.plan, self.graphs
+        paused = graphs is not None and graphs.paused
         self.replan(plan)
         if graphs is not None:
             graphs.paused = True
@@ -151,7 +152,7 @@ class Handle:
             yield
         finally:
             if graphs is not None:
-                graphs.paused = False
+                graphs.paused = paused
             self.replan(before)
 
     def merge_weights(self) -> None:
