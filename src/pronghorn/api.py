@@ -27,7 +27,7 @@ from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.attach_options import Attention, Experimental
 from pronghorn.models.families import base_causal_lm, decoder_layers, recompute_layers
-from pronghorn.models.load import find_model, load_model, resolve_dtype
+from pronghorn.models.load import default_device, find_model, resolve_dtype
 from pronghorn.models.lora import add_lora, check_model
 from pronghorn.unsloth_names import answer_methods, refuse_arguments
 
@@ -122,25 +122,29 @@ class FastLanguageModel:
                 f"full_finetuning with dtype {dtype}: 16-bit weights hardly move at usual learning rates",
                 "leave dtype out (weights are kept in float32) and set bf16=True in SFTConfig to compute in 16 bits",
             )
-        hub: dict[str, Any] = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
-        if full_finetuning and find_model(model_name, max_seq_length=max_seq_length, weights=False, **hub).is_quantised:
+        device = default_device()
+        weights_dtype = resolve_dtype(torch.float32 if full_finetuning else dtype, device)
+        found = find_model(
+            model_name,
+            max_seq_length=max_seq_length,
+            load_in_4bit=load_in_4bit,
+            experts_in_16bit=experts_in_16bit,
+            trust_remote_code=trust_remote_code,
+            token=token,
+            revision=revision,
+        )
+        if full_finetuning and found.is_quantised:
             raise ConfigError(
                 f"full_finetuning, but {model_name} has its weights in few bits, which can't be trained",
                 "leave full_finetuning out, and train an adapter (get_peft_model), or use the 16-bit checkpoint",
             )
-        model, tokenizer = load_model(
-            model_name,
-            max_seq_length=max_seq_length,
-            dtype=torch.float32 if full_finetuning else dtype,
-            load_in_4bit=load_in_4bit,
-            experts_in_16bit=experts_in_16bit,
-            **hub,
-        )
-        if full_finetuning and hasattr(model, "peft_config"):
+        if full_finetuning and found.is_adapter:
             raise ConfigError(
                 f"full_finetuning, but {model_name} is a saved adapter",
                 "merge it first (save_pretrained_merged), or leave full_finetuning out to train it on",
             )
+        tokenizer = found.tokenizer()
+        model = found.model(weights_dtype, device)
         if packing:
             attach(model, plan, attention=attention, compute=compute)
         else:
