@@ -14,6 +14,7 @@ from pronghorn.memory.plan import Policy
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.families import base_causal_lm
+from pronghorn.models.lora import add_lora
 from pronghorn.models.measured_layer import stream_dtype
 from support.causal_lms import with_adapters
 from support.saved import TOKENS, saved_bytes
@@ -53,6 +54,22 @@ def test_layers_that_are_trained_whole_save_what_the_formula_says(family: str, a
     more = found[1] - found[0], expected[1] - expected[0]
     copy = 2 * 64 * 32 if family == "gemma4_text" and autocast else 0  # of the weight that makes one more layer's input
     assert more[0] - copy == pytest.approx(more[1], abs=16 * TOKENS)
+
+
+@pytest.mark.parametrize("adapted", [True, False], ids=["lora", "full"])
+def test_a_router_in_float32_saves_copies(adapted: bool) -> None:
+    """GLM-4.5's, of its weight, and of its input where the weight is trained; exactly."""
+    found = []
+    for count in (2, 4):
+        model = tiny_model("glm4_moe", num_hidden_layers=count, first_k_dense_replace=0).to(torch.bfloat16)
+        model = add_lora(model, r=4, target_modules=["q_proj", "v_proj"]) if adapted else model
+        attach(model, layers="fused")
+        found.append(saved_bytes(model, PackedBatch.build([TOKENS], tokens=TOKENS), None))
+    dims, work = dims_of(model), replace(setup_of(model, TOKENS), fused=True)
+    [layer] = dims.kinds
+    assert layer.attention is not None and layer.experts is not None
+    expected = stored_bytes(layer, work)[Policy.KEEP] - 4 * TOKENS * layer.attention.heads + 4 * layer.experts.count
+    assert found[1] - found[0] == 2 * expected
 
 
 @pytest.mark.parametrize("layers", ["fused", "stock"])

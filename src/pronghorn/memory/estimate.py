@@ -185,6 +185,9 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     copies = b * layer.linear_weights if setup.narrows and setup.processes == 1 else 0
     if experts and setup.narrows:  # and of the router's, with what it is given
         token, copies = token + b * layer.hidden, copies + b * layer.hidden * experts.count
+    elif experts and experts.float32_router and b < 4:  # what its copies are of is trained, or the weight is frozen
+        token += 4 * layer.hidden * (setup.method == "full")
+        copies += 4 * layer.hidden * experts.count
     mixers = sum(_mixer_bytes(block, setup) for block in layer.blocks)
     return setup.tokens * token + mixers + copies + _given_bytes(layer, setup)
 
