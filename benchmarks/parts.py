@@ -19,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pronghorn.state import write_text
+
 ROOT = Path(__file__).resolve().parents[1]
 LINES = 12
 """Of a failed part's output that are kept."""
@@ -49,12 +51,24 @@ def run_parts(
         if name in done and "error" not in done[name]:
             print(f"{name}: measured before", flush=True)
             continue
-        before = done.get(name, {})
-        done[name] = measure(name) if measure else one(name, given, lambda *files: command_of(module, *files), before)
+        file = None if given.out is None else part_file(given.out, name)
+        if file is not None and given.again:
+            file.unlink(missing_ok=True)
+        before = _read(file) or done.get(name, {})
+        done[name] = (
+            measure(name) if measure else one(name, given, lambda *files: command_of(module, *files), before, file)
+        )
         said = done[name].get("error") or f"{done[name]['part_s']:.0f} s"
         print(f"{name}: {said}", flush=True)
         facts.keep()
+        if file is not None:
+            file.unlink(missing_ok=True)
     return done
+
+
+def part_file(out: Path, name: str) -> Path:
+    """Return where a part keeps what it has until it is recorded: this process may be ended, too."""
+    return out.resolve().with_name(f"{out.name}.{name}.part")
 
 
 def _earlier(out: Path | None) -> dict[str, Any]:
@@ -62,8 +76,12 @@ def _earlier(out: Path | None) -> dict[str, Any]:
     from benchmarks.record import unfinished
 
     files = [] if out is None else [unfinished(out), out]
-    file = next((file for file in files if file.is_file()), None)
-    return {} if file is None else json.loads(file.read_text(encoding="utf-8")).get("parts", {})
+    return _read(next((file for file in files if file.is_file()), None)).get("parts", {})
+
+
+def _read(file: Path | None) -> dict[str, Any]:
+    """Return what a JSON file holds; nothing where it isn't there."""
+    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
 
 
 def command_of(module: str, name: str, arguments: Path, result: Path) -> Sequence[str]:
@@ -72,12 +90,23 @@ def command_of(module: str, name: str, arguments: Path, result: Path) -> Sequenc
 
 
 def one(
-    name: str, given: argparse.Namespace, command: Command, before: Mapping[str, Any] | None = None
+    name: str,
+    given: argparse.Namespace,
+    command: Command,
+    before: Mapping[str, Any] | None = None,
+    file: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure one part, or what `before` lacks of it; return its result, or the `error`."""
+    """Measure one part, or what `before` lacks of it; return its result, or the `error`.
+
+    Args:
+        file: where the part writes what it has; otherwise in a temporary folder.
+    """
     with tempfile.TemporaryDirectory(prefix="pronghorn-part-") as folder:
         arguments, result, log = (Path(folder) / each for each in ("arguments.json", "result.json", "log.txt"))
+        result = file or result
         began = time.time()
+        if before:
+            write_text(result, json.dumps(before))  # it may be ended before it has more
         arguments.write_text(
             json.dumps({**vars(given), "began": began, "before": before or {}}, default=str), encoding="utf-8"
         )
@@ -100,7 +129,7 @@ def one(
                 code = f"took longer than {given.limit} s and was ended"
             except OSError as error:
                 code = f"can't be started ({error})"
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
+        found = _read(result)
         if "ended with code 0" not in code or not found:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
             found |= {"error": code, "output": lines}
@@ -115,7 +144,7 @@ def main(module: str, name: str, arguments: str, result: str) -> None:
     given: Mapping[str, Any] = json.loads(Path(arguments).read_text(encoding="utf-8"))
 
     def keep(found: Any) -> None:
-        Path(result).write_text(json.dumps(found), encoding="utf-8")
+        write_text(Path(result), json.dumps(found))
 
     keep(importlib.import_module(module).part(name, SimpleNamespace(**given, keep=keep)))
 

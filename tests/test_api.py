@@ -15,11 +15,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from pronghorn import FastLanguageModel
 from pronghorn.data.batch import Collator
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
+from pronghorn.loading.load import FoundModel
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
 from pronghorn.precision.loader import StoredTensor
@@ -419,6 +420,25 @@ def test_a_saved_adapter_loads_and_trains_on(stories: Path, tmp_path: Path) -> N
 def test_a_saved_adapter_is_not_fine_tuned_in_full(stories: Path, tmp_path: Path) -> None:
     FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError, match=r"full_finetuning, but .*adapter is a saved adapter: merge it first"):
+        load(tmp_path / "adapter", full_finetuning=True)
+
+
+def test_a_model_is_looked_at_once(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
+    looked: list[str] = []
+    get = PretrainedConfig.get_config_dict.__func__  # type: ignore[attr-defined]
+
+    def noting(cls: Any, name: Any, **options: Any) -> Any:
+        looked.append(str(name))
+        return get(cls, name, **options)
+
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", classmethod(noting))
+    load(stories)
+    once = len(looked)
+    load(stories, full_finetuning=True)
+    assert len(looked) == 2 * once
+    monkeypatch.setattr(FoundModel, "model", None)  # an adapter is refused before anything loads
+    with pytest.raises(ConfigError, match="is a saved adapter"):
         load(tmp_path / "adapter", full_finetuning=True)
 
 

@@ -19,9 +19,10 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.export.gguf import check_quantisations, left_out, read_tokenizer, write_gguf
 from pronghorn.export.hub import push_folder
+from pronghorn.export.licences import copy_licences
 from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.towers import keep_names
-from pronghorn.loading.load import find_model, load_model, resolve_dtype
+from pronghorn.loading.load import default_device, find_model, resolve_dtype
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import attach, attached
@@ -121,25 +122,29 @@ class FastLanguageModel:
                 f"full_finetuning with dtype {dtype}: 16-bit weights hardly move at usual learning rates",
                 "leave dtype out (weights are kept in float32) and set bf16=True in SFTConfig to compute in 16 bits",
             )
-        hub: dict[str, Any] = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
-        if full_finetuning and find_model(model_name, max_seq_length=max_seq_length, weights=False, **hub).is_quantised:
+        device = default_device()
+        weights_dtype = resolve_dtype(torch.float32 if full_finetuning else dtype, device)
+        found = find_model(
+            model_name,
+            max_seq_length=max_seq_length,
+            load_in_4bit=load_in_4bit,
+            experts_in_16bit=experts_in_16bit,
+            trust_remote_code=trust_remote_code,
+            token=token,
+            revision=revision,
+        )
+        if full_finetuning and found.is_quantised:
             raise ConfigError(
                 f"full_finetuning, but {model_name} has its weights in few bits, which can't be trained",
                 "leave full_finetuning out, and train an adapter (get_peft_model), or use the 16-bit checkpoint",
             )
-        model, tokenizer = load_model(
-            model_name,
-            max_seq_length=max_seq_length,
-            dtype=torch.float32 if full_finetuning else dtype,
-            load_in_4bit=load_in_4bit,
-            experts_in_16bit=experts_in_16bit,
-            **hub,
-        )
-        if full_finetuning and hasattr(model, "peft_config"):
+        if full_finetuning and found.is_adapter:
             raise ConfigError(
                 f"full_finetuning, but {model_name} is a saved adapter",
                 "merge it first (save_pretrained_merged), or leave full_finetuning out to train it on",
             )
+        tokenizer = found.tokenizer()
+        model = found.model(weights_dtype, device)
         if packing:
             attach(model, plan, attention=attention, compute=compute)
         else:
@@ -297,6 +302,7 @@ class FastLanguageModel:
             warnings.warn(told, stacklevel=2)
         with whole_folder(Path(save_directory)) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             merged = save_merged(model, tokenizer, Path(scratch) / "merged", dtype=dtype_before_gguf(model))
+            copy_licences(merged, folder)
             names = [write_gguf(merged, folder / f"model-{method}.gguf", method).name for method in methods]
         return [Path(save_directory) / name for name in names]
 

@@ -8,6 +8,7 @@ import os
 import sys
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,35 @@ def test_a_part_that_was_ended_gets_what_it_had(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(parts, "command_of", lambda _, __, *files: [sys.executable, "-c", code, *map(str, files)])
     done = parts.run_parts(Kept(), given(out, only=["a", "b"]), "")
     assert done["a"]["before"] == {"half": 1, "error": "cut off"} and done["b"]["before"] == {}
+
+
+def test_a_part_goes_on_where_the_whole_command_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "parts.json"
+    out.write_text(json.dumps({"parts": {"a": {"half": 1, "error": "cut off"}}}))
+    had: list[dict[str, Any]] = []
+    ends: list[BaseException | None] = [SystemExit(143), SystemExit(143), None]
+
+    def ran(files: list[str], **_: Any) -> SimpleNamespace:
+        """In the place of the part's process; the first two times this process is ended, too."""
+        had.append(json.loads(Path(files[0]).read_text())["before"])
+        if len(had) == 1:  # the second ends before it has anything
+            Path(files[1]).write_text('{"half": 1, "more": 2}')
+        if (end := ends.pop(0)) is not None:
+            raise end
+        Path(files[1]).write_text('{"whole": 3}')
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(parts, "command_of", lambda _, __, *files: [str(file) for file in files])
+    monkeypatch.setattr(parts.subprocess, "run", ran)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            parts.run_parts(Kept(), given(out, only=["a"]), "")
+    done = parts.run_parts(Kept(), given(out, only=["a"]), "")
+    assert had == [{"half": 1, "error": "cut off"}, *[{"half": 1, "more": 2}] * 2] and done["a"]["whole"] == 3
+    assert [file.name for file in tmp_path.iterdir()] == [out.name]
+    parts.part_file(out, "a").write_text('{"old": 1}')
+    parts.run_parts(Kept(), given(out, only=["a"], again=True), "", lambda _: {"part_s": 0.0})
+    assert not parts.part_file(out, "a").exists()
 
 
 # --- ablation

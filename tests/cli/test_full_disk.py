@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -80,6 +81,20 @@ def test_a_full_disk_elsewhere_is_two_lines(monkeypatch: pytest.MonkeyPatch) -> 
     result = CliRunner().invoke(app, ["docs", "recipe"])
     assert result.exit_code == 1 and "disk space ran out: [Errno 28]" in result.output, result.output
     assert "free some space where files, temporary ones (TMPDIR) and this output go" in result.output
+
+
+@pytest.mark.parametrize("command", [["--help"], [], ["--version"], ["train", "--help"], ["docs", "-h"], ["data"]])
+def test_a_full_disk_under_help_is_two_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115  what it can't write fails at its end again
+    monkeypatch.setattr("sys.stdout", full)
+    with pytest.raises(SystemExit) as left:
+        app(command)
+    told = capsys.readouterr().err.splitlines()
+    assert left.value.code == 1 and len(told) == 2 and "disk space ran out: [Errno 28]" in told[0], told
+    with contextlib.suppress(OSError):
+        full.close()
 
 
 def test_pages_name_the_remedy_of_their_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from pronghorn.memory.estimate import (
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.planner import SPARE, Frontier, PlanDoesNotFit, plan, plans_of
 from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times
-from pronghorn.models import auto_plan
+from pronghorn.models import auto_plan, loss
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, plan_for, setup_of
 from pronghorn.models.families import base_causal_lm
@@ -52,7 +52,7 @@ from pronghorn.train.weightless import skeleton
 from support.allocations import Allocations
 from support.processes import together
 from support.saved import TOKENS, saved_bytes
-from support.tiny import DELTA_FAMILIES, FAMILIES, tiny_model
+from support.tiny import DELTA_FAMILIES, FAMILIES, packed_row, tiny_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RANK = 4
@@ -872,6 +872,33 @@ def test_padded_batches_have_all_their_logits() -> None:
     expected = sum(layer.stored[Policy.KEEP] for layer in step.layers) + step.head
     assert 0.9 * expected < seen.peak < 1.1 * expected
     assert MemoryModel.of(dims, replace(work, padded=0)).head < step.head
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("chunk", [256, 512])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_logits_of_an_adapted_head_are_counted(
+    dtype: torch.dtype, chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss isn't fused with it: what each chunk takes, whole or one of two, is torch's and PEFT's."""
+    from peft import LoraConfig, get_peft_model
+
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * 8192 * chunk)
+    model = tiny_model("llama", vocab_size=8192).to(dtype)
+    model.config.final_logit_softcapping = softcap
+    targets = ["q_proj", "lm_head"]
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules=targets))
+    attach(model, layers="fused")
+    batch = packed_row([512], 512)
+    model(**batch).loss.backward()  # copies of adapters that later steps find
+    model.zero_grad()
+    step = MemoryModel.of(dims_of(model), setup_of(model, 512))
+    with Allocations() as seen:
+        model(**batch).loss.backward()
+    expected = sum(layer.stored[Policy.KEEP] for layer in step.layers) + step.head
+    assert 0.92 * expected < seen.peak < 1.03 * expected
+    assert setup_of(add_lora(tiny_model("llama"), r=RANK), TOKENS).logits_bytes == 0
 
 
 def test_what_is_fused_now_is_what_counts() -> None:

@@ -1045,9 +1045,11 @@ def test_another_plan_gives_graphs_back_and_measures_anew(monkeypatch: pytest.Mo
     graphs._benefit = benefit = GraphBenefit()
     handle.replan(Plan.keep())
     assert not graphs._captured and not graphs._fingerprint and graphs._benefit not in (None, benefit)
-    with handle.trying(Plan.recompute()):
-        assert graphs.paused
-    assert not graphs.paused
+    for before in (False, True):
+        graphs.paused = before
+        with handle.trying(Plan.recompute()):
+            assert graphs.paused
+        assert graphs.paused == before
 
 
 def test_adapters_that_are_off_and_not_frozen_are_no_error() -> None:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
 
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.data.batch import Collator
@@ -478,6 +479,39 @@ def test_evaluation_packed_and_unpacked_agree(stories: Path, documents: Dataset,
     with torch.no_grad():
         expected = document_loss(whole(stories)[0], [few[i] for i in range(6)]).item()
     assert found == pytest.approx([expected] * 3, rel=1e-5)
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("packed", [True, False])
+def test_evaluation_in_16_bits_casts_the_model_as_stock_does(
+    stories: Path, documents: Dataset, tmp_path: Path, packed: bool
+) -> None:
+    """Outside of training, and for good."""
+    model, tokenizer = adapted(stories)
+    during: list[set[torch.dtype]] = []
+
+    class Look(TrainerCallback):
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
+            during.append({p.dtype for p in model.parameters()})
+
+    args = config(tmp_path, max_steps=1, bf16_full_eval=True, eval_packing=packed, eval_strategy="steps", eval_steps=1)
+    trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents.select(range(8)),
+                         processing_class=tokenizer, callbacks=[Look()])  # fmt: skip
+    trainer.train()
+    within = trainer.state.log_history[-2]["eval_loss"]
+    after = trainer.evaluate()["eval_loss"]
+    assert during == [{torch.float32}, {torch.bfloat16}]
+    assert after == pytest.approx(within, rel=1e-2) and after != within
+    if packed:
+        with torch.no_grad():
+            plain = document_loss(model.eval(), documents_of(list(trainer.eval_dataset)))
+        assert after == pytest.approx(plain.item(), rel=2e-3)
+    shared = SimpleNamespace(processes=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pronghorn.parallel.state.sharded", lambda _: shared)
+        if packed:
+            with pytest.raises(UnsupportedError, match="bf16_full_eval needs all of the model's weights"):
+                trainer.evaluate()
 
 
 def test_documents_given_to_evaluate_are_packed_too(stories: Path, documents: Dataset, tmp_path: Path) -> None:
@@ -1000,6 +1034,36 @@ def test_a_clock_that_was_set_back_costs_no_new_checkpoint(tmp_path: Path) -> No
         os.utime(tmp_path / f"checkpoint-{step}", (seconds, seconds))
     keep_newest(tmp_path, 1, "checkpoint-30")
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-30"]
+
+
+@pytest.mark.parametrize("limit", [None, 0, 1, 2, 3, 9])
+def test_as_many_checkpoints_stay_as_transformers_keeps(tmp_path: Path, limit: int | None) -> None:
+    for best in (1, 3, 5):
+        for folder in ("ours", "theirs"):
+            for step in range(1, 6):
+                (tmp_path / folder / f"checkpoint-{step}").mkdir(parents=True, exist_ok=True)
+                os.utime(tmp_path / folder / f"checkpoint-{step}", (step, step))
+        keep_newest(tmp_path / "ours", limit, "checkpoint-5", f"checkpoint-{best}", among=True)
+        theirs = tmp_path / "theirs"
+        rotate_checkpoints(str(theirs), limit, str(theirs / f"checkpoint-{best}"), use_mtime=True)
+        ours = [path.name for path in checkpoints(tmp_path / "ours")]
+        assert ours == [path.name for path in checkpoints(theirs)], (best, ours)
+
+
+def test_the_best_checkpoint_is_one_of_the_limit(
+    stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a script; beside the newest of a recipe's there is another to go on from."""
+    for keep, kept in ((None, [1, 4]), (2, [1, 3, 4])):
+        evaluations = iter([2.0, 2.5, 2.4, 2.6])
+        monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args, e=evaluations: next(e))
+        model, tokenizer = adapted(stories)
+        args = config(tmp_path / str(keep), save_strategy="steps", save_steps=1, save_total_limit=2,
+                      eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)  # fmt: skip
+        trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, tokenizer=tokenizer)
+        trainer.keep = keep
+        trainer.train()
+        assert [path.name for path in checkpoints(tmp_path / str(keep))] == [f"checkpoint-{step}" for step in kept]
 
 
 @pytest.mark.parametrize("moved", [False, True])

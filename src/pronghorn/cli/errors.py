@@ -57,11 +57,7 @@ def plain_errors(debug: bool) -> Iterator[None]:
         less = "shorter rows (model.max_seq_length, --tokens), a quantised base, or nothing else on the device"
         if short_of == THREADS:
             less = "raise the shell's limits (ulimit -v for memory, ulimit -u for threads)"
-        remedy = f"{less}; pronghorn plan tells what fits"
-        if short_of == DISK:
-            remedy = "free some space where files, temporary ones (TMPDIR) and this output go, and try again"
-        problem = f"{short_of} ran out: {' '.join(str(error).split()) or type(error).__name__}"
-        _tell(PronghornError(problem, remedy))
+        _tell(_ran_out(error, short_of, f"{less}; pronghorn plan tells what fits"))
     except KeyboardInterrupt:
         if debug:
             raise
@@ -69,6 +65,24 @@ def plain_errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         _raise(error)
+
+
+@contextmanager
+def full_disk_told() -> Iterator[None]:
+    """Show a disk that is full under the output of help, where no command runs yet, as two lines with exit code 1."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        _tell(_ran_out(error, DISK, ""))
+
+
+def _ran_out(error: Exception, short_of: str, remedy: str) -> PronghornError:
+    """Return the error that says what the machine had too little of."""
+    if short_of == DISK:
+        remedy = "free some space where files, temporary ones (TMPDIR) and this output go, and try again"
+    return PronghornError(f"{short_of} ran out: {' '.join(str(error).split()) or type(error).__name__}", remedy)
 
 
 def _short_of(error: BaseException | None) -> str | None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from pronghorn.cli.errors import full_disk_told
+
 _PUSH = "pronghorn export RUN --push OWNER/NAME, after training"
 _GPUS = "--gpus counts them; without it all are used"
 _INSPECT = "data inspect"
@@ -149,6 +151,7 @@ _NO_SUCH, _BAD_VALUE = "NoSuchOption", "BadParameter"
 class Answering(TyperCommand):
     """A command that answers other tools' options with its own."""
 
+    @full_disk_told()
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return what is left after the options.
 

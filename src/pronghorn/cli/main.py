@@ -19,6 +19,7 @@ from pronghorn.cli.convert import convert
 from pronghorn.cli.data import inspect_data
 from pronghorn.cli.docs import docs
 from pronghorn.cli.doctor import doctor
+from pronghorn.cli.errors import full_disk_told
 from pronghorn.cli.export import export
 from pronghorn.cli.habits import COMMANDS, Answering, OfRecipe
 from pronghorn.cli.init import init
@@ -39,6 +40,7 @@ ORDER = [
 class _InOrder(TyperGroup):
     """The commands in the order that people need them; of other tools' commands ours is named."""
 
+    @full_disk_told()
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return what is left after the options.
 
@@ -128,7 +130,8 @@ def _root(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        with full_disk_told():
+            typer.echo(context.get_help())
         raise typer.Exit
     grow_segments()
     stay_quiet()

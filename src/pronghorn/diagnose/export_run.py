@@ -34,6 +34,7 @@ from pronghorn.export.gguf import (
 )
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.gguf_rope import rope_note
+from pronghorn.export.licences import copy_licences
 from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, distances, has_quantised_base, knows_original
 from pronghorn.export.original import composite_of
@@ -259,6 +260,7 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str,
             write_fp8_checkpoint(merged, folder)
             return "fp8"
         file = write_gguf(merged, folder / f"model-{quantisation}.gguf", quantisation)
+        copy_licences(merged, folder)
         stops = tokenizer.convert_ids_to_tokens(stop_tokens(merged, tokenizer))
     if to == "ollama":
         (folder / "Modelfile").write_text(modelfile(file.name, stops), encoding="utf-8")

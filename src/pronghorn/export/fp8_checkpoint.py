@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
+from pronghorn.export.licences import copy_licences
 from pronghorn.kernels.quantise import DTYPE, weight_scales
 from pronghorn.loading.load import find_model
 from pronghorn.loading.packed_checkpoint import METADATA, quantisation_of
@@ -79,6 +80,7 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
         for file in path.iterdir():
             if any(file.match(glob) for glob in METADATA) and ".safetensors" not in file.name:
                 shutil.copyfile(file, writing / file.name)
+        copy_licences(path, writing)
         table = json.loads((path / "config.json").read_text(encoding="utf-8"))
         table["quantization_config"] = _quantisation([name for name, module in model.named_modules() if module is head])
         (writing / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
+from pronghorn.export.licences import copy_licences
 from pronghorn.export.original import Original, composite_of
 from pronghorn.export.rounding import round_merged
 from pronghorn.kernels.nf4 import dequantise
@@ -106,8 +107,8 @@ def write_model(
     max_shard_size: str,
     values: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> None:
-    """Write the folder that `save_pretrained` would write of the merged model, one shard in memory at a time; of a
-    model out of one with towers, among these.
+    """Write the folder that `save_pretrained` would write of the merged model, one shard in memory at a time, and the
+    base's licence files; of a model out of one with towers, among these.
 
     Args:
         values: what returns a parameter's values, where it hasn't them itself.
@@ -131,6 +132,7 @@ def write_model(
         plain.save_pretrained(folder, state_dict={})  # all but the weights
     else:
         original.write_files(plain, dtype, folder)
+    copy_licences(base, folder)
     towers = {} if original is None else original.towers
     as_files = functools.partial(revert_weight_conversion, plain) if original is None else original.named
     expected = plain.state_dict()

@@ -15,7 +15,7 @@ _SHARED = GatedMLP(tuple(f"shared_experts.{name}" for name in GatedMLP().gate_up
 
 def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
     norms = ("q_norm", "k_norm") if layer.self_attn.use_qk_norm else (None, None)
-    kind = Experts(shared=_SHARED) if hasattr(layer.mlp, "experts") else GatedMLP()
+    kind = Experts(shared=_SHARED, float32_router=True) if hasattr(layer.mlp, "experts") else GatedMLP()
     return llama_blocks(Attention(query_norm=norms[0], key_norm=norms[1]), kind)
 
 

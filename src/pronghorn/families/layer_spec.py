@@ -122,6 +122,8 @@ class ExpertsSpec(BlockSpec):
     """A gate multiplies what it gives."""
     beside: bool = False
     """A dense MLP is beside them."""
+    float32_router: bool = False
+    """The router computes in float32."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,8 @@ def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
             chosen = next(part.top_k for part in module.modules() if hasattr(part, "top_k"))
         shared = groups[-1][0].inputs if groups else 0
         width = down.numel() // len(down) // hidden
-        return ExpertsSpec(groups, len(down), chosen, width, shared, kind.gated_shared, beside)
+        named = kind.gated_shared, beside, kind.float32_router
+        return ExpertsSpec(groups, len(down), chosen, width, shared, *named)
     if isinstance(kind, PerLayerInput):
         return PerLayerInputSpec(groups, groups[-1][0].inputs)
     return BlockSpec(groups)

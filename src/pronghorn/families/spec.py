@@ -135,6 +135,8 @@ class Experts:
     """The experts that every token goes through, which the block's module calls; paths below that."""
     gated_shared: bool = False
     """A gate, σ of a linear of x, multiplies what the shared expert gives."""
+    float32_router: bool = False
+    """The router computes in float32, of copies of its input and its weight."""
     served: Literal["each", "together"] | None = None
     """How vLLM reads adapters of these experts: of each by itself, or of all together as PEFT saves them. None: not
     known."""

@@ -185,6 +185,9 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     copies = b * layer.linear_weights if setup.narrows and setup.processes == 1 else 0
     if experts and setup.narrows:  # and of the router's, with what it is given
         token, copies = token + b * layer.hidden, copies + b * layer.hidden * experts.count
+    elif experts and experts.float32_router and b < 4:  # what its copies are of is trained, or the weight is frozen
+        token += 4 * layer.hidden * (setup.method == "full")
+        copies += 4 * layer.hidden * experts.count
     mixers = sum(_mixer_bytes(block, setup) for block in layer.blocks)
     return setup.tokens * token + mixers + copies + _given_bytes(layer, setup)
 
@@ -253,12 +256,14 @@ def head_bytes(dims: ModelDims, setup: TrainSetup) -> int:
     dtype = torch.bfloat16 if setup.itemsize == 2 else torch.float32
     table = dims.vocab * dims.hidden
     rows = min(rows_of_a_chunk(torch.empty(dims.vocab, dims.hidden, dtype=dtype, device="meta")), setup.tokens)
-    logits = rows * setup.itemsize if not setup.padded else setup.tokens * 12
+    logits = dims.vocab * (setup.tokens * 12 if setup.padded else rows * setup.itemsize)
+    if setup.logits_bytes and not setup.padded:
+        logits = setup.logits_bytes
     states = setup.tokens * dims.hidden * (2 * setup.stream_bytes + 2 * setup.itemsize)
     # dW in float32, and either its chunk's and W's copy or, in 16 bits, its scaled ones
     scaled = 10 if setup.stream_bytes == setup.itemsize == 2 else 8
     trained = scaled if setup.method == "full" else 10 if setup.trained_whole >= table else 0
-    return states + logits * dims.vocab + trained * table
+    return states + logits + trained * table
 
 
 def buffer_bytes(dims: ModelDims, setup: TrainSetup) -> int:

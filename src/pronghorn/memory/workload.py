@@ -89,6 +89,8 @@ class TrainSetup:
     """Adapters are DoRA's, which aren't fused."""
     trained_whole: int = 0
     """Parameters of modules_to_save."""
+    logits_bytes: int = 0
+    """Of the logits at their most where the loss isn't fused with the head (it has adapters, say); 0: it is."""
     graph: bool = False
     """The layers run as CUDA graphs, which hold what comes and goes in their backward for themselves."""
     padded: int = 0

@@ -143,7 +143,7 @@ class Handle:
     @contextmanager
     def trying(self, plan: Plan) -> Iterator[None]:
         """Let the layers follow another plan, without CUDA graphs, while the block runs."""
-        before, graphs = self.plan, self.graphs
+        before, graphs, paused = self.plan, self.graphs, self.graphs is not None and self.graphs.paused
         self.replan(plan)
         if graphs is not None:
             graphs.paused = True
@@ -151,7 +151,7 @@ class Handle:
             yield
         finally:
             if graphs is not None:
-                graphs.paused = False
+                graphs.paused = paused
             self.replan(before)
 
     def merge_weights(self) -> None:

@@ -117,12 +117,12 @@ class PackedCausalLM:
 def _softcap(config: Any) -> float | None:
     """Return c of c · tanh(logits / c), where the configuration's class has such a field (Gemma): transformers computes
     nothing of what another model's conversion left in `config.json`."""
-    name = "final_logit_softcapping"
-    return getattr(config, name, None) if _declares(type(config), name) else None
+    name, kind = "final_logit_softcapping", config.__class__
+    return getattr(config, name, None) if _declares(kind, name) else None
 
 
 @functools.cache
-def _declares(config_class: type, name: str) -> bool:
+def _declares(config_class: Any, name: str) -> bool:
     return hasattr(config_class, name) or name in inspect.signature(config_class.__init__).parameters
 
 

@@ -60,7 +60,8 @@ def packed_lm_loss(
         selected = selected * scale  # logits are linear in them, and there are more logits
     # Nothing supervised anywhere is a loss of 0, not 0 / 0.
     divisor = packed.n_labels if num_items is None else num_items
-    if type(head) is nn.Linear and head.bias is None and not watched([head]):
+    if is_fused(head):
+        assert isinstance(head, nn.Linear)
         selected, divisor = selected.to(products_dtype(head.weight)), _at_least_one(divisor)
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_cross_entropy(selected, head.weight, targets, divisor, IGNORE_INDEX, softcap)
@@ -71,7 +72,7 @@ def packed_lm_loss(
             logits = softcap * torch.tanh(logits / softcap)
         return cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
 
-    step = max(256, CHUNK_BYTES // (4 * vocab_size) // 256 * 256)
+    step = _rows_of_a_chunk(vocab_size)
     total = hidden.new_zeros((), dtype=torch.float32)
     for chunk, target in zip(selected.split(step), targets.split(step), strict=True):
         if len(selected) <= step or not torch.is_grad_enabled():
@@ -80,6 +81,23 @@ def packed_lm_loss(
             part: Any = checkpoint(chunk_loss, chunk, target, use_reentrant=False)
             total = total + part
     return total / _at_least_one(divisor)
+
+
+def is_fused(head: Any) -> bool:
+    """Tell whether a head's loss is computed with it, by `linear_cross_entropy`: adapters, copies, a bias or hooks keep
+    it from that."""
+    return type(head) is nn.Linear and head.bias is None and not watched([head])
+
+
+def logits_bytes(head: Any, vocab_size: int, tokens: int, softcap: float | None) -> int:
+    """Count what a chunk's logits take at most where the loss isn't fused with the head, else return 0: three times
+    their float32, as their gradient is made or an adapter's share is added; where they are capped, four times."""
+    rows = 0 if is_fused(head) else min(_rows_of_a_chunk(vocab_size), tokens)
+    return rows * vocab_size * (12 if softcap is None else 16)
+
+
+def _rows_of_a_chunk(vocab_size: int) -> int:
+    return max(256, CHUNK_BYTES // (4 * vocab_size) // 256 * 256)
 
 
 def _at_least_one(divisor: Tensor | int) -> Tensor | int:

@@ -47,14 +47,19 @@ def measured_times(
         torch.cuda.empty_cache()  # what the allocator keeps would be in training's way
 
 
+def stream_dtype(base: Any) -> torch.dtype:
+    """Return the dtype of what a causal LM's layers hand on: that of its embeddings, under autocast, too. It has
+    `TrainSetup.stream_bytes` where layers are fused."""
+    dtype: torch.dtype = base.get_input_embeddings().weight.dtype
+    return dtype
+
+
 def _measure(base: Any, dims: ModelDims, setup: TrainSetup, spec: DeviceSpec) -> StepTimes:
     device, backbone = base.device, base.base_model
     lengths = [setup.documents] * (setup.tokens // setup.documents) + [setup.tokens % setup.documents]
     packed = PackedBatch.build([n for n in lengths if n], tokens=setup.tokens, device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
-    # of the residual stream, which float32 masters leave in float32
-    dtype = torch.float32 if setup.method == "full" else base.get_input_embeddings().weight.dtype
-    layers = backbone.layers
+    dtype, layers = stream_dtype(base), backbone.layers
     with torch.random.fork_rng(devices=[device]):
         states = torch.randn(1, setup.tokens, dims.hidden, device=device, dtype=dtype, requires_grad=True)
         seed = torch.randn_like(states)

@@ -123,13 +123,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def keep_newest(output: Path, count: int | None, *spared: str) -> None:
+def keep_newest(output: Path, count: int | None, *spared: str, among: bool = False) -> None:
     """Delete all but the last `count` checkpoints that were written (None, or below 1 as in transformers: delete none)
-    and those that are `spared` by name."""
+    and those that are `spared` by name. `among`: these are among the `count`, as in transformers."""
     # not by step: a training begun anew in the folder of a longer one would lose each of its own at once
     oldest_first = sorted(checkpoints(output), key=lambda path: path.lstat().st_mtime_ns)
-    for path in [] if count is None or count < 1 else oldest_first[: max(len(oldest_first) - count, 0)]:
-        if path.name not in spared:
+    more = 0 if count is None or count < 1 else max(len(oldest_first) - count, 0)
+    others = [path for path in oldest_first if path.name not in spared]
+    for path in others[:more] if among else oldest_first[:more]:
+        if path in others:
             state.remove_folder(path)
 
 

@@ -7,11 +7,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import attached
 from pronghorn.models.families import balances_experts, base_causal_lm
+from pronghorn.parallel.state import refuse_sharded
 from pronghorn.train import padding_free, validate
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
@@ -29,6 +32,7 @@ class EvaluatingTrainer(SharedLayersTrainer):
     _packs_eval: bool
     _pack_collator: Collator
     _counted: StepCounters
+    is_in_train: bool
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -49,6 +53,7 @@ class EvaluatingTrainer(SharedLayersTrainer):
             if not isinstance(rows, PackedRows):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             validate.check_attached(self.model)
+            self._cast_as_stock()
             started = time.perf_counter()
             with self.accelerator.autocast():
                 loss = heldout_loss(self.model, rows, self._pack_collator)
@@ -56,6 +61,19 @@ class EvaluatingTrainer(SharedLayersTrainer):
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
+
+    def _cast_as_stock(self) -> None:
+        """Do what stock's evaluation does for `bf16_full_eval` and `fp16_full_eval`: outside of training it casts the
+        model, which stays so.
+
+        Raises:
+            UnsupportedError: processes share the layers.
+        """
+        half = self.args.fp16_full_eval
+        if self.is_in_train or not (half or self.args.bf16_full_eval):
+            return
+        refuse_sharded(base_causal_lm(self.model), "fp16_full_eval" if half else "bf16_full_eval")
+        self.model.to(dtype=torch.float16 if half else torch.bfloat16, device=self.args.device)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict as stock does. Packed rows are refused: predictions would be None, the loss a mean of rows'."""

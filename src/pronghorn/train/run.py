@@ -25,6 +25,7 @@ from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, peak_bytes, processes, versions
 from pronghorn.errors import DataError, PronghornError, RunStopped
 from pronghorn.export.folder import whole_folder
+from pronghorn.export.licences import copy_licences
 from pronghorn.models.attach import Handle
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
@@ -247,14 +248,12 @@ def _measure_baseline(current: _Run) -> None:
 def _evaluate(current: _Run, when: str) -> tuple[float | None, list[str]]:
     """Return the held-out loss (None without held-out data) and the answers to the sample prompts."""
     recipe, console, heldout = current.recipe, current.console, current.heldout
-    model: Any = current.trainer.model
-    tokenizer: Any = current.trainer.processing_class
-    loss = None
+    trainer: Any = current.trainer
+    model, tokenizer, loss = trainer.model, trainer.processing_class, None
     if heldout is not None:
-        collator: Any = current.trainer.data_collator
-        with current.trainer.accelerator.autocast():
-            shown = f"Held-out rows {when}"
-            loss = heldout_loss(model, heldout, collator.packed, lambda rows: track(rows, shown, len(rows), console))
+        collator, shown = trainer.data_collator.packed, f"Held-out rows {when}"
+        with trainer.accelerator.autocast():
+            loss = heldout_loss(model, heldout, collator, lambda rows: track(rows, shown, len(rows), console))
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
     conversations = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]
@@ -325,15 +324,16 @@ def _train_on(current: _Run) -> None:
 
 
 def _save_model(current: _Run) -> None:
-    """Save the adapter, or the whole model, and the tokenizer on the main process."""
-    model: Any = current.trainer.model
-    tokenizer: Any = current.trainer.processing_class
-    with current.trainer.gathering_weights():
-        if current.trainer.accelerator.is_main_process:
+    """Save the adapter, or the whole model with its base's licences, and the tokenizer on the main process."""
+    trainer: Any = current.trainer
+    with trainer.gathering_weights():
+        if trainer.accelerator.is_main_process:
             name = "adapter" if current.recipe.adapter.method == "lora" else "model"
             with whole_folder(current.output / name) as folder:
-                model.save_pretrained(folder, **_initial(current.output))
-                tokenizer.save_pretrained(folder)
+                trainer.model.save_pretrained(folder, **_initial(current.output))
+                trainer.processing_class.save_pretrained(folder)
+                if name == "model":
+                    copy_licences(trainer.model, folder)
 
 
 INITIAL = "initial_adapter"

@@ -152,9 +152,9 @@ class SFTTrainer(EvaluatingTrainer):
         """Steps whose rows are regrouped so that those of a step take alike long; None: `data.dealing` decides."""
         self.recipe: str | None = None
         """The hash of the recipe that this training is of, for its checkpoints' manifests."""
-        self.keep: int | None = args.save_total_limit
-        """The newest checkpoints that stay. Of a recipe's run stock is told no limit: at 1 it deletes the last one at
-        the end of a training of which another is the best, and a stopped run goes on from the last."""
+        self.keep: int | None = None
+        """The newest checkpoints of a recipe's run that stay, and the best. Stock is told no limit: at 1 it deletes the
+        last at the end of a training of which another is the best, and a stopped run goes on from the last."""
         self.checked: Path | None = None
         """A checkpoint whose contents were compared with its manifest already."""
         self._fingerprint = checkpoint.Fingerprint.of(self.model)
@@ -383,7 +383,11 @@ class SFTTrainer(EvaluatingTrainer):
                 checkpoint.seal(folder, self._fingerprint, self.recipe, step_rows(self.args))
         if self.args.should_save:
             best = Path(self.state.best_model_checkpoint or name)
-            checkpoint.keep_newest(output, self.keep, name, best.name)  # the new one, too: clocks may be set back
+            spared = (name, best.name)  # the new one, too: clocks may be set back
+            if self.keep is None:
+                checkpoint.keep_newest(output, self.args.save_total_limit, *spared, among=True)
+            else:
+                checkpoint.keep_newest(output, self.keep, *spared)
         self.accelerator.wait_for_everyone()
 
     def _name_best(self, output: Path, saved: str) -> None:
