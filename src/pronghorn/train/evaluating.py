@@ -7,8 +7,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from transformers.trainer_utils import speed_metrics
+
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
+from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import attached
 from pronghorn.models.families import balances_experts, base_causal_lm
@@ -49,12 +52,15 @@ class EvaluatingTrainer(SharedLayersTrainer):
             if not isinstance(rows, PackedRows):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             validate.check_attached(self.model)
-            started = time.perf_counter()
+            self._memory_tracker.start()  # for skip_memory_metrics=False
+            started = time.time()
             with self.accelerator.autocast():
                 loss = heldout_loss(self.model, rows, self._pack_collator)
-            metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": time.perf_counter() - started}
-            self.log(dict(metrics))
+            counts = len(rows), -(-len(rows) // processes())  # rows, and how many one process computes
+            metrics = {f"{metric_key_prefix}_loss": loss, **speed_metrics(metric_key_prefix, started, *counts)}
+            self.log(metrics)  # which adds the epoch, as to stock's
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            self._memory_tracker.stop_and_update_metrics(metrics)
             return metrics
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
