@@ -53,11 +53,12 @@ class EvaluatingTrainer(SharedLayersTrainer):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             validate.check_attached(self.model)
             self._memory_tracker.start()  # for skip_memory_metrics=False
-            started = time.time()
+            started = time.perf_counter()
             with self.accelerator.autocast():
                 loss = heldout_loss(self.model, rows, self._pack_collator)
+            began = time.time() - (time.perf_counter() - started)  # stock's clock, which may be set while it evaluates
             counts = len(rows), -(-len(rows) // processes())  # rows, and how many one process computes
-            metrics = {f"{metric_key_prefix}_loss": loss, **speed_metrics(metric_key_prefix, started, *counts)}
+            metrics = {f"{metric_key_prefix}_loss": loss, **speed_metrics(metric_key_prefix, began, *counts)}
             self.log(metrics)  # which adds the epoch, as to stock's
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             self._memory_tracker.stop_and_update_metrics(metrics)
