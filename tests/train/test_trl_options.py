@@ -12,7 +12,9 @@ from datasets import Dataset
 
 from pronghorn import SFTTrainer
 from pronghorn.diagnose.shapes import byte_tokenizer
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from pronghorn.train.counters import StepCounters
 from support.tiny import stock_loss_on_cpu, tiny_model
@@ -81,3 +83,11 @@ def test_an_auxiliary_loss_chooses_no_checkpoint(tmp_path: Path) -> None:
 def test_tokenised_documents_are_shuffled_before_they_are_packed(tmp_path: Path) -> None:
     packed = trainer_of(SFTTrainer, tmp_path, shuffle_dataset=True).train_dataset.documents
     assert list(packed["input_ids"]) == list(documents().shuffle(seed=1)["input_ids"])
+
+
+def test_selective_checkpointing_beside_a_plan_is_refused(tmp_path: Path) -> None:
+    model = add_lora(tiny_model("llama"), r=2)
+    attach(model, Plan.keep())
+    args = config(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"selective": True})
+    with pytest.raises(ConfigError, match=r"'selective': True}, and the model's memory plan .* leave it out"):
+        SFTTrainer(model, args, train_dataset=documents(), processing_class=byte_tokenizer(64))

@@ -98,9 +98,7 @@ class SFTTrainer(EvaluatingTrainer):
             args.max_length = validate.check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
         if prepared_model.attached_on_its_device(model, args).plan is not None:
-            for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
-                if hasattr(args, name):
-                    setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
+            prepared_model.let_the_plan_decide(args)
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
         validate.check_adapters(model, kwargs.get("peft_config"), self._packs_train or self._packs_eval)
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
