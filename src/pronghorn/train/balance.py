@@ -18,6 +18,20 @@ def settle(trainer: Any) -> None:
         trainer.aux_loss_enabled = config.output_router_logits = False
 
 
+def is_on(trainer: Any) -> bool:
+    """Tell whether TRL switched the auxiliary loss on."""
+    return bool(getattr(trainer, "aux_loss_enabled", False))
+
+
+def alone(outputs: Any, model: Any, packed: PackedBatch | None, num_items: Tensor | int | None) -> Tensor | None:
+    """Return a micro-batch's auxiliary loss for the log, as TRL tells it: without coefficient, and without the share
+    of the labels that rows of families with a file count by. None: it has none."""
+    aux = getattr(outputs, "aux_loss", None)
+    if aux is None or packed is None or num_items is None or PACKING in base_causal_lm(model).__dict__:
+        return aux
+    return aux * (num_items / packed.n_labels) if packed.n_labels else None
+
+
 def separate(
     outputs: Any, model: Any, packed: PackedBatch | None, packs: bool, num_items: Tensor | int | None
 ) -> tuple[Tensor, Tensor | None]:

@@ -34,6 +34,7 @@ class StepCounters:
         self._started: float | None = None
         self._tokens = self._labelled = self._places = 0
         self._padded: list[Tensor] = []
+        self._balance: list[Tensor] = []
         self._waited = 0.0
 
     @contextmanager
@@ -69,9 +70,19 @@ class StepCounters:
         else:
             self._padded.append(torch.stack([inputs["attention_mask"].sum(), (inputs["labels"][:, 1:] != -100).sum()]))
 
-    def take(self, device: torch.device) -> dict[str, float]:
+    def add_balance(self, aux_loss: Tensor | None) -> None:
+        """Count a micro-batch's auxiliary loss of routers, if it has one. It is copied: a graph that is replayed writes
+        to the same place again."""
+        if aux_loss is not None:
+            self._balance.append(aux_loss.detach().float().clone())
+
+    def take(self, device: torch.device, balances: bool = False) -> dict[str, float]:
         """Return the figures since the last time: real and supervised tokens, seconds, and shares of them. All
-        processes call it, each with its device."""
+        processes call it, each with its device.
+
+        Args:
+            balances: of all processes, whether there is an auxiliary loss, whose mean over micro-batches is returned.
+        """
         tokens, labelled, places = self._tokens, self._labelled, self._places
         for counted in self._padded:
             tokens, labelled = tokens + int(counted[0]), labelled + int(counted[1])
@@ -90,6 +101,13 @@ class StepCounters:
             "packing_efficiency": tokens / max(places, 1),
             "data_wait_share": min(self._waited / max(seconds, 1e-9), 1.0),
         }
+        if balances:
+            # torch's sum() of none is 0: a process may have had rows without labels alone
+            summed = torch.stack([torch.zeros((), device=device), *self._balance]).sum()
+            both = torch.stack([summed, torch.tensor(float(len(self._balance)), device=device)])
+            if processes() > 1:
+                dist.all_reduce(both)
+            figures["aux_loss"] = (both[0] / both[1].clamp(min=1)).item()
         self._reset()
         self._started = now
         return figures

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.trainer_utils import speed_metrics
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
+from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import attached
 from pronghorn.models.families import balances_experts, base_causal_lm
@@ -54,12 +56,16 @@ class EvaluatingTrainer(SharedLayersTrainer):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             validate.check_attached(self.model)
             self._cast_as_stock()
+            self._memory_tracker.start()  # for skip_memory_metrics=False
             started = time.perf_counter()
             with self.accelerator.autocast():
                 loss = heldout_loss(self.model, rows, self._pack_collator)
-            metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": time.perf_counter() - started}
-            self.log(dict(metrics))
+            began = time.time() - (time.perf_counter() - started)  # stock's clock, which may be set while it evaluates
+            counts = len(rows), -(-len(rows) // processes())  # rows, and how many one process computes
+            metrics = {f"{metric_key_prefix}_loss": loss, **speed_metrics(metric_key_prefix, began, *counts)}
+            self.log(metrics)  # which adds the epoch, as to stock's
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            self._memory_tracker.stop_and_update_metrics(metrics)
             return metrics
 
     def _cast_as_stock(self) -> None:

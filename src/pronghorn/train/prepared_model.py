@@ -10,6 +10,7 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor
 
 from pronghorn.device import processes
+from pronghorn.errors import ConfigError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.auto_plan import resolve, smaller_plan
@@ -27,6 +28,22 @@ def attached_on_its_device(model: Any, args: Any) -> Handle:
     if handle is None or not moves:
         return handle or attach(model)
     return attach(model, **vars(handle.options))  # on the CPU it had no fused layers
+
+
+def let_the_plan_decide(args: Any) -> None:
+    """Switch transformers' checkpointing off, which SFTConfig's default asks for, and which would recompute regardless.
+
+    Raises:
+        ConfigError: TRL's selective checkpointing is asked for, of which TRL would say that it needs the other.
+    """
+    if (args.gradient_checkpointing_kwargs or {}).get("selective"):
+        raise ConfigError(
+            "gradient_checkpointing_kwargs = {'selective': True}, and the model's memory plan decides what layers keep",
+            "leave it out; from_pretrained's use_gradient_checkpointing says how the plan is made",
+        )
+    for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
+        if hasattr(args, name):
+            setattr(args, name, False)
 
 
 def settled(accelerator: Any, handle: Handle, args: Any, padded: bool) -> dict[str, Any]:

@@ -98,9 +98,7 @@ class SFTTrainer(EvaluatingTrainer):
             args.max_length = validate.check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
         if prepared_model.attached_on_its_device(model, args).plan is not None:
-            for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
-                if hasattr(args, name):
-                    setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
+            prepared_model.let_the_plan_decide(args)
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
         validate.check_adapters(model, kwargs.get("peft_config"), self._packs_train or self._packs_eval)
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
@@ -173,6 +171,8 @@ class SFTTrainer(EvaluatingTrainer):
         if isinstance(dataset, PackedRows):
             return dataset
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
+            if args.shuffle_dataset:
+                dataset = dataset.shuffle(seed=args.seed)
             if trains:  # as TRL does: a row of them alone would be a step in which nothing learns
                 dataset = prepared_rows.supervised(dataset_name, dataset)
                 validate.check_documents(dataset_name, dataset, args.max_length)
@@ -224,6 +224,8 @@ class SFTTrainer(EvaluatingTrainer):
         """Compute the model's own loss, divided by `num_items_in_batch`: the supervised tokens of the accumulated batch
         on all ranks (gradients are averaged over ranks, hence the factor)."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
+        if model.training and balance.is_on(self):
+            self._counted.add_balance(balance.alone(outputs, self.model, inputs.get("packed"), num_items_in_batch))
         packs = self._packs_train or not model.training
         loss, aux = balance.separate(outputs, self.model, inputs.get("packed"), packs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
@@ -300,7 +302,7 @@ class SFTTrainer(EvaluatingTrainer):
         """Log, with a loss, what `StepCounters` counted since the last one; and of the training so far the steps that
         loss scaling skipped, with the scale there is now, and on a GPU the most memory."""
         if "loss" in logs:
-            logs |= {**self._counted.take(self.args.device), "skipped_steps": self._watch.skipped}
+            logs |= {**self._counted.take(self.args.device, balance.is_on(self)), "skipped_steps": self._watch.skipped}
             if self.accelerator.scaler is not None:
                 logs["loss_scale"] = self.accelerator.scaler.get_scale()
             if self.args.device.type == "cuda":

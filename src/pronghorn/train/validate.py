@@ -29,8 +29,8 @@ from pronghorn.train.check_turns import check_calls, check_parts, check_roles, c
 _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
 
-_OF_LOGITS = ("mean_token_accuracy", "entropy", "num_tokens")
-"""What TRL logs beside the loss."""
+_NOT_EVALUATED = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss")
+"""What TRL's evaluations tell beside the loss."""
 
 
 def check_old_arguments(model: Any, kwargs: Mapping[str, Any]) -> None:
@@ -374,9 +374,9 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
             f"data_collator = {name}: the trainer packs and pads by itself", "leave data_collator out"
         )
     best = str(args.metric_for_best_model)
-    if best.removeprefix("eval_") in _OF_LOGITS and kwargs.get("compute_metrics") is None:
+    if best.removeprefix("eval_") in _NOT_EVALUATED and kwargs.get("compute_metrics") is None:
         raise UnsupportedError(
-            f"metric_for_best_model = {best!r}, which takes logits and isn't measured here",
+            f"metric_for_best_model = {best!r}, which evaluations don't measure here",
             "use 'loss', or give compute_metrics and set eval_packing=False",
         )
     unserved = [
