@@ -665,8 +665,7 @@ def test_what_is_active_is_merged_and_nothing_else(stories: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_dora": True, "target_modules": ["q_proj"]}, "is DoRA"),
-        ({"lora_bias": True, "target_modules": ["q_proj"]}, "has a bias of its own"),
+        ({"lora_bias": True, "target_modules": ["q_proj"]}, "has a bias of its own, and the linear has none"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, r"model\.embed_tokens is not LoRA on a linear"),
     ],
 )
