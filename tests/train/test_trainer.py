@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -212,6 +213,16 @@ def test_a_module_that_peft_put_around_attention_is_trained(stories: Path, docum
     wraps = AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")
     trainer, _ = trained_by(wraps, stories, documents, tmp_path)
     assert len(trainer.state.log_history) >= 2
+
+
+def test_shadow_s_last_update_which_nobody_reads_is_no_dead_gradient(
+    stories: Path, documents: Dataset, tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
+    shadow = getattr(peft, "ShadowConfig", None) or pytest.skip("this PEFT has no ShadowPEFT")
+    settings = config(tmp_path, packing=False, max_steps=3)
+    lora = shadow(task_type="CAUSAL_LM")
+    SFTTrainer(model, settings, train_dataset=documents, peft_config=lora).train()
 
 
 @pytest.mark.parametrize(("init", "told"), [("pissa_niter_1", True), ("pissa", False)])
