@@ -351,6 +351,9 @@ def test_bad_adapters(stories: Path) -> None:
         ("q_proj", r"'q_proj' matches no module: a string is a regular expression .*give a list, e\.g\. \['q_proj'\]"),
         ("(", r"'\(' is no regular expression"),
         ([], "names no module"),
+        (["q_proj", "self_attn"], "'self_attn' is no linear: use some of q_proj"),
+        (["rotary_emb"], "'rotary_emb' is no linear"),
+        (r".*self_attn.*", r"'model\.layers\.0\.self_attn' is no linear"),
     ):
         with pytest.raises(ConfigError, match=message):
             FastLanguageModel.get_peft_model(model, target_modules=wrong)
@@ -364,10 +367,11 @@ def test_bad_adapters(stories: Path) -> None:
         ({"modules_to_save": [1]}, r"modules_to_save = \[1\] is no list of names"),
         ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern 'q_proj': '8' is no module's name with a whole number"),
         ({"rank_pattern": {"q_proj": 8.0}}, "rank_pattern 'q_proj': 8.0 is no module's name with a whole number"),
-        ({"rank_pattern": {"q_proj": 0}}, "'q_proj' gives 0, no number from 1 on"),
+        ({"rank_pattern": {"q_proj": 0}}, "'q_proj' gives 0, no number above 0"),
         ({"alpha_pattern": {1: 8}}, "alpha_pattern 1: 8 is no module's name with a number"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern 'q_proj': None is no module's name with a number"),
-        ({"alpha_pattern": {"q_proj": float("nan")}}, "'q_proj' gives nan, no number from 1 on"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "'q_proj' gives nan, no number above 0"),
+        ({"target_parameters": "mlp.experts.down_proj"}, r"target parameter 'mlp\.experts\.down_proj' is no weight"),
         ({"lora_alpha": float("nan")}, "lora_alpha = nan is no number above 0"),
         ({"lora_alpha": float("inf")}, "lora_alpha = inf is no number above 0"),
     ):
@@ -376,7 +380,11 @@ def test_bad_adapters(stories: Path) -> None:
     assert not any("lora_" in name for name, _ in model.named_parameters())
     with pytest.raises(ConfigError, match="rank r = 0 is below 1"):
         FastLanguageModel.get_peft_model(model, r=0)
-    model = FastLanguageModel.get_peft_model(model, r=2, target_modules="all-linear")
+    options = {"use_dora": True, "target_parameters": ["experts.down_proj"]}
+    with pytest.raises(ConfigError, match="PEFT has no DoRA for experts"):
+        FastLanguageModel.get_peft_model(tiny_model("gpt_oss"), **options)
+    model = FastLanguageModel.get_peft_model(model, r=2, target_modules="all-linear", alpha_pattern={"q_proj": 0.5})
+    assert model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").scaling == {"default": 0.25}
     with pytest.raises(ConfigError, match="already has an adapter"):
         FastLanguageModel.get_peft_model(model)
 
@@ -485,6 +493,27 @@ def test_a_saved_adapter_of_virtual_tokens_is_refused(stories: Path, tmp_path: P
     model.save_pretrained(tmp_path / "adapter")
     with pytest.raises(UnsupportedError, match="is PROMPT_TUNING, tokens before the prompt"):
         load(tmp_path / "adapter")
+
+
+def test_a_saved_adapter_whose_beginning_nobody_makes_again_is_refused(stories: Path, tmp_path: Path) -> None:
+    """PiSSA by a random decomposition leaves another base each time; converted it is plain LoRA."""
+    from peft import LoraConfig, get_peft_model
+
+    init = "pissa_niter_1"
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=init)
+    plain, tokenizer = load(stories, packing=False)
+    model = get_peft_model(plain, config)
+    model.peft_config["default"].init_lora_weights = True  # as PEFT's example saves it
+    model.save_pretrained(tmp_path / "initial")
+    model.peft_config["default"].init_lora_weights = init
+    perturb(model)
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UnsupportedError, match=f"is {init}, .* path_initial_model_for_weight_conversion"):
+        load(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "adapter", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    again, _ = load(tmp_path / "adapter")
+    assert relative(logits(again), logits(model)) < 1e-4
 
 
 def test_an_adapter_goes_on_the_revision_it_was_trained_on(
@@ -685,8 +714,7 @@ def test_what_is_active_is_merged_and_nothing_else(stories: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_dora": True, "target_modules": ["q_proj"]}, "is DoRA"),
-        ({"lora_bias": True, "target_modules": ["q_proj"]}, "has a bias of its own"),
+        ({"lora_bias": True, "target_modules": ["q_proj"]}, "has a bias of its own, and the linear has none"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, r"model\.embed_tokens is not LoRA on a linear"),
     ],
 )

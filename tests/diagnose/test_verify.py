@@ -347,6 +347,16 @@ def test_a_backward_pass_that_differs_the_second_time(subject_of: Any) -> None:
     only_cause(report, "not repeatable: 1 of 42 gradients not bit-equal")
 
 
+def test_merged_weights_with_dora_s_magnitudes() -> None:
+    model = add_lora(tiny_model("llama"), r=4, use_dora=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * 0.05
+    (check,) = checks.merged(model)
+    assert check.ok and check.detail == "21 weights hold their adapter"
+
+
 def test_a_merged_weight_that_forgot_its_adapter(subject_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sound, name = merge.merged_tensors, "model.layers.1.self_attn.v_proj"
 

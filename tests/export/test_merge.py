@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from pronghorn.errors import TrainingError, UnsupportedError
 from pronghorn.export import merge
+from pronghorn.export.adapter_layouts import write_served_adapter
+from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import merged_tensors, save_merged
 from pronghorn.models.families import base_causal_lm
 from support.causal_lms import tiny, with_adapters
@@ -69,6 +72,49 @@ def test_logits_of_zeros_after_a_padding_token_are_no_wrong_merge(tmp_path: Path
         model.get_input_embeddings().weight[0] = 0
         assert not model(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits.any()
     save_merged(model, None, tmp_path / "merged")
+
+
+def spread(model: Any) -> Any:
+    """Move everything that is trained away from where it begins."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * 0.05
+    return model
+
+
+MERGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "DoRA": ("llama", {"use_dora": True, "use_rslora": True}),
+    "biases of B": ("qwen2", {"lora_bias": True}),
+    "biases of experts": ("gpt_oss", {"target_parameters": ["experts.gate_up_proj_bias"]}),
+}
+
+
+@pytest.mark.parametrize("kind", MERGED)
+def test_what_a_plain_linear_can_hold_is_merged(tmp_path: Path, kind: str) -> None:
+    family, lora = MERGED[kind]
+    model = spread(adapted(family, **lora)).eval()
+    merged = AutoModelForCausalLM.from_pretrained(save_merged(model, None, tmp_path / "it", dtype=torch.float32))
+    ids = torch.arange(3, 20)[None]
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kasa", "bdlora"])
+def test_variants_of_lora_that_are_more_than_a_sum_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    made = getattr(peft, "KasaConfig" if name == "kasa" else "BdLoraConfig", None)
+    if made is None:
+        pytest.skip(f"this PEFT has no {name}")
+    options = {} if name == "kasa" else {"target_modules_bd_b": ["q_proj"], "nblocks": 2, "match_strict": False}
+    model = adapted("llama", **{"kasa_config" if name == "kasa" else "use_bdlora": made(**options)})
+    for write, told in (
+        (save_merged, r"q_proj is (Kasa|BdLora), more than W"),
+        (write_served_adapter, "q_proj has a (Kasa|BdLora) adapter"),
+        (lambda model, _, folder: write_gguf_lora(model, folder), "q_proj is (Kasa|BdLora)"),
+    ):
+        with pytest.raises(UnsupportedError, match=told):
+            write(model, None, tmp_path / "it")
+        assert not (tmp_path / "it").is_dir()
 
 
 def test_layers_that_repeat_frozen_weights_are_written_apart(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_a_merge_that_forgot_the_adapter_is_caught(
     def forgets(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return (layer.get_base_layer().weight.float(),) * 2
 
-    monkeypatch.setattr("pronghorn.export.merge._merged_linear", forgets)
+    monkeypatch.setattr("pronghorn.export.merge.merged_linear", forgets)
     with pytest.raises(TrainingError, match="the merged checkpoint"):
         save_merged(adapted(gemma3), None, tmp_path / "merged")
 

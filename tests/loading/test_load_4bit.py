@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import DataError, UnsupportedError
-from pronghorn.export.merge import dense_weight
+from pronghorn.export.merged_weights import dense_weight
 from pronghorn.loading.load import find_model, load_model
 from pronghorn.loading.weights import bitsandbytes_config
 from pronghorn.memory.plan import Plan

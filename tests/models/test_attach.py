@@ -600,6 +600,20 @@ def test_a_packed_batch_with_a_cache_is_refused(name: str) -> None:
         model(**packed_row(LENGTHS, ROW), **{name: DynamicCache(config=model.config)})
 
 
+@pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])
+def test_packed_documents_have_no_place_for_virtual_tokens(kind: str) -> None:
+    batch = packed_row(LENGTHS, ROW)
+    stock = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+    model = tiny_model("llama")
+    attach(model)
+    model = get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    for given in (batch, stock) if kind == "PrefixTuningConfig" else (batch,):  # PEFT drops positions before a prompt
+        with pytest.raises(DataError, match=r"virtual tokens .* are trained without packing"):
+            model(**given)
+    alone = {name: batch[name][:, : LENGTHS[0]] for name in stock}
+    assert model(**alone).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("name", CACHES)
 def test_one_token_after_a_cache_is_no_packed_batch(name: str) -> None:
     """Its mask is longer than it, and its position isn't the first."""

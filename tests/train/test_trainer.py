@@ -17,12 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 import trl
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -198,6 +199,40 @@ def test_an_unchanged_trl_script_runs(stories: Path, texts: list[str], tmp_path:
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(expected, rel=1e-5)
     assert len(losses(trainer)) == 3
+
+
+def trained_by(config_of_peft: Any, stories: Path, documents: Dataset, folder: Path) -> tuple[SFTTrainer, list[str]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
+    trainer = SFTTrainer(model, config(folder, max_steps=2), train_dataset=documents, peft_config=config_of_peft)
+    said: list[str] = []
+    trainer.note = said.append
+    trainer.train()
+    return trainer, said
+
+
+def test_a_module_that_peft_put_around_attention_is_trained(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    wraps = AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")
+    trainer, _ = trained_by(wraps, stories, documents, tmp_path)
+    assert len(trainer.state.log_history) >= 2
+
+
+def test_shadow_s_last_update_which_nobody_reads_is_no_dead_gradient(
+    stories: Path, documents: Dataset, tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
+    shadow = getattr(peft, "ShadowConfig", None) or pytest.skip("this PEFT has no ShadowPEFT")
+    settings = config(tmp_path, packing=False, max_steps=3)
+    lora = shadow(task_type="CAUSAL_LM")
+    SFTTrainer(model, settings, train_dataset=documents, peft_config=lora).train()
+
+
+@pytest.mark.parametrize(("init", "told"), [("pissa_niter_1", True), ("pissa", False)])
+def test_an_adapter_that_fits_no_other_base_is_told_of(
+    stories: Path, documents: Dataset, tmp_path: Path, init: Any, told: bool
+) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=init, task_type="CAUSAL_LM")
+    _, said = trained_by(lora, stories, documents, tmp_path)
+    assert any("path_initial_model_for_weight_conversion" in each for each in said) is told
 
 
 def test_text_datasets_pack_and_the_loss_falls(stories: Path, texts: list[str], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from pronghorn.diagnose.verify_routing import Guides, References, choices, outpu
 from pronghorn.diagnose.verify_subject import Subject
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export import merge
+from pronghorn.export.merged_weights import dense_weight
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.probe import Isolation
 from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
@@ -274,8 +275,10 @@ def merged(model: Any) -> list[Check]:
     for name, module in adapted.items():
         with torch.no_grad():
             of_experts = hasattr(module, "parameter_name")
-            weight = module.get_param().float() if of_experts else merge.dense_weight(module.get_base_layer())
+            weight = module.get_param().float() if of_experts else dense_weight(module.get_base_layer())
             right = weight + sum(_delta(module, a, weight) for a in module.active_adapters if a in module.lora_A)
+            for adapter in module.lora_magnitude_vector.keys() & module.active_adapters:  # DoRA's
+                right *= (module.lora_magnitude_vector[adapter].weight.float() / right.norm(dim=1)).unsqueeze(1)
             key = f"{name.replace('.base_layer', '')}.{module.parameter_name if of_experts else 'weight'}"
             written = stored[key].read().to(right.device)
             found = distance(name, written, right.to(dtype), right)

@@ -19,6 +19,7 @@ from torch import Tensor
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.families.spec import Experts
+from pronghorn.layers.linears import variant_of
 from pronghorn.models.adapter_files import WEIGHTS, changes_base
 from pronghorn.models.attach import plain_class
 from pronghorn.models.experts import low_rank_factors, wrappers
@@ -101,8 +102,10 @@ def check_served(model: Any) -> None:
         raise UnsupportedError(
             f"vLLM and SGLang can't serve the adapter's {what}: its beginning isn't taken out of their base", MERGE
         )
-    expected = {*wrappers(model)}
+    expected, adapter = {*wrappers(model)}, active_adapter(model)
     for name, module in model.named_modules():
+        if (variant := variant_of(module, adapter)) is not None:
+            raise UnsupportedError(f"vLLM and SGLang apply W + s·B·A alone, and {name} has a {variant} adapter", MERGE)
         if hasattr(module, "parameter_name") and hasattr(module, "lora_A") and module not in expected:
             raise UnsupportedError(f"vLLM and SGLang can't serve the adapter of {name}, no weight of experts", MERGE)
     names = (name for name, _ in model.named_modules() if name.endswith(".token_adapter"))

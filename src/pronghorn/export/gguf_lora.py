@@ -19,7 +19,7 @@ from pronghorn.export.gguf import gguf_package, written_family
 from pronghorn.export.gguf_tensors import changed, parts_of
 from pronghorn.families.gguf_spec import Part
 from pronghorn.families.spec import FamilySpec, GatedMLP
-from pronghorn.layers.linears import adapter_of
+from pronghorn.layers.linears import adapter_of, variant_of
 from pronghorn.loading.gguf import name_table
 from pronghorn.models.adapter_files import changes_base
 from pronghorn.models.experts import low_rank_factors, wrappers
@@ -75,6 +75,10 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
         adapter = None if of_embeddings else adapter_of(module)
         if adapter is None:
             raise UnsupportedError(f"the adapter of {path} can't be written as GGUF", INSTEAD)
+        if (variant := variant_of(module, name)) is not None:
+            raise UnsupportedError(
+                f"llama.cpp applies W + s·B·A alone, and the adapter of {path} is {variant}", INSTEAD
+            )
         b: Tensor = adapter.b.detach().float().cpu() * (adapter.scale * len(adapter.a) / alpha)
         a: Tensor = adapter.a.detach().float().cpu()
         for part in parts_of(f"{path}.weight", table, base.config, family):  # B makes its rows, A reads its columns

@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import refuse_filled, whole_folder
 from pronghorn.export.licences import copy_licences
+from pronghorn.export.merged_weights import check_merges, dense_weight, merged_bias, merged_experts, merged_linear
 from pronghorn.export.original import Original, composite_of
 from pronghorn.export.rounding import round_merged
-from pronghorn.kernels.nf4 import dequantise
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.loading.skeleton import tied_names
 from pronghorn.models.attach import plain_class
-from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.passes import in_evaluation
 from pronghorn.parallel.state import refuse_sharded
@@ -231,7 +230,9 @@ def merged_tensors(
         changed = unbiased and dtype.itemsize == 2 and merged is not plain
         return round_merged(plain, merged, dtype, name) if changed else merged
 
-    def linear_weights(module: Any, prefix: str, merged: Callable[[], Tensor]) -> Iterator[StoredTensor]:
+    def linear_weights(
+        module: Any, prefix: str, merged: Callable[[], Tensor], bias: Callable[[], Tensor] | None = None
+    ) -> Iterator[StoredTensor]:
         if not module.weight.is_floating_point() and getattr(module.weight, "quant_state", None) is None:
             raise UnsupportedError(
                 f"{type(module).__name__} holds {module.weight.dtype} weights, which can't be merged",
@@ -239,7 +240,7 @@ def merged_tensors(
             )
         yield stored(f"{prefix}weight", (module.out_features, module.in_features), merged)
         if module.bias is not None:
-            yield stored(f"{prefix}bias", module.bias.shape, module.bias.detach)
+            yield stored(f"{prefix}bias", module.bias.shape, bias or module.bias.detach)
 
     def visit(module: Any, prefix: str) -> Iterator[StoredTensor]:
         if isinstance(module, ModulesToSaveWrapper):
@@ -259,15 +260,15 @@ def merged_tensors(
             adapted = f"{prefix}{module.parameter_name}"
             for tensor in visit(module.base_layer, prefix):
                 if tensor.name == adapted:
-                    yield stored(adapted, tensor.shape, lambda: rounded(adapted, *_merged_experts(module)))
+                    yield stored(adapted, tensor.shape, lambda: rounded(adapted, *merged_experts(module)))
                 else:
                     yield tensor
         elif isinstance(module, BaseTunerLayer):
             layer: Any = module
-            for adapter in [] if layer.disable_adapters else layer.active_adapters:
-                _refuse_other_than_lora(layer, prefix, adapter)
-            weight = f"{prefix}weight"
-            yield from linear_weights(layer.get_base_layer(), prefix, lambda: rounded(weight, *_merged_linear(layer)))
+            check_merges(layer, prefix.removesuffix("."))
+            weight, bias = f"{prefix}weight", functools.partial(merged_bias, layer)
+            merged = functools.partial(merged_linear, layer)
+            yield from linear_weights(layer.get_base_layer(), prefix, lambda: rounded(weight, *merged()), bias)
         elif type(module).__name__ == "Linear4bit":
             yield from linear_weights(module, prefix, lambda: dense_weight(module))
         else:
@@ -279,51 +280,6 @@ def merged_tensors(
                 yield from visit(child, f"{prefix}{name}.")
 
     yield from visit(base, "")
-
-
-def _merged_linear(layer: Any) -> tuple[Tensor, Tensor]:
-    """Compute a linear's weight without and with its active adapters, in float32."""
-    weight = plain = dense_weight(layer.get_base_layer())
-    for adapter in [] if layer.disable_adapters else layer.active_adapters:
-        if adapter in layer.lora_A:
-            weight = weight + layer.get_delta_weight(adapter).float()
-    return plain, weight
-
-
-def _merged_experts(experts: Any) -> tuple[Tensor, Tensor]:
-    """Compute the parameter of experts, or a router, without and with its active adapters, in float32."""
-    weight = experts.get_param()
-    if isinstance(weight, PackedTensor):
-        weight = weight.dequantise()  # in its own dtype, as training multiplied it
-    weight = plain = weight.float()
-    for adapter in [] if experts.disable_adapters else experts.active_adapters:
-        if adapter in experts.lora_A:
-            a, b = low_rank_factors(experts, adapter)
-            delta = experts.scaling[adapter] * (b.float() @ a.float())
-            transposed = getattr(experts.get_base_layer(), "is_transposed", False)
-            weight = weight + (delta.mT if transposed else delta).reshape(weight.shape)
-    return plain, weight
-
-
-def _refuse_other_than_lora(layer: Any, prefix: str, adapter: str) -> None:
-    """Raise UnsupportedError for an adapter that is more than W + s·B·A of a linear (loaded from another library)."""
-    for kind, applies in (
-        ("is not LoRA on a linear", not (hasattr(layer, "lora_A") and isinstance(layer.get_base_layer(), nn.Linear))),
-        ("is DoRA", bool(getattr(layer, "use_dora", {}).get(adapter))),
-        ("has a bias of its own", bool(getattr(layer, "lora_bias", {}).get(adapter))),
-    ):
-        if applies:
-            raise UnsupportedError(
-                f"the adapter of {prefix.removesuffix('.')} {kind}, which save_pretrained_merged can't merge",
-                "save the adapter with save_pretrained, or merge it with PEFT's merge_and_unload",
-            )
-
-
-def dense_weight(linear: Any) -> Tensor:
-    """Return a linear's weight as float32 [out, in], dequantised if bitsandbytes holds it in 4 bits."""
-    if getattr(linear.weight, "quant_state", None) is None:
-        return linear.weight.float()
-    return dequantise(linear.weight).float()
 
 
 def place_beside(device: torch.device, size: int) -> torch.device:

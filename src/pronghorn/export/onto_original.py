@@ -101,6 +101,9 @@ def merged_in_place(model: Any, dtype: torch.dtype) -> Any:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # what it adds is in the weights now
             parameter.zero_()
+    for module in model.modules():
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():  # of rows, to what they are now
+            magnitude.weight.copy_(module.get_base_layer().weight.norm(dim=1))
     plain = model.merge_and_unload()
     for parameter in plain.parameters():
         parameter.copy_(parameter.to(dtype))

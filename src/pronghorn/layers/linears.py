@@ -13,6 +13,9 @@ from pronghorn.kernels.packed import PackedTensor
 _BY_FSDP = "_is_fsdp_managed_module"
 """The attribute of the modules whose weights FSDP gathers for a forward, plain then and in storage of its own."""
 
+_PLAIN = ("VeloraLinearVariant", "MontecloraLinearVariant", "MiCALinearVariant")
+"""PEFT's variants of LoRA that train in another way, and then compute W x + s · B A x."""
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -31,6 +34,14 @@ def adapter_of(linear: nn.Module) -> Adapter | None:
         return None
     name = active[0]
     return Adapter(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
+
+
+def variant_of(linear: Any, adapter: str) -> str | None:
+    """Return what PEFT calls the variant of LoRA by which a trained adapter is more than W x + s · B A x (Dora, Kasa);
+    None if it isn't."""
+    variant = getattr(linear, "lora_variant", {}).get(adapter)
+    name = type(variant).__name__
+    return None if variant is None or name in _PLAIN else name.removesuffix("Variant").removesuffix("Linear")
 
 
 def base_of(linear: Any) -> Any:

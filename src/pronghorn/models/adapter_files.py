@@ -18,6 +18,12 @@ from pronghorn.text import counted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OUT_OF_BASE = (*CHANGES_BASE, "corda", "loftq", "lora_ga")
+_BY_CHANCE = ("pissa_niter_", "corda", "lora_ga")
+"""Ways to begin that take something random, or of some data, out of the base's weights."""
+CONVERTED = (
+    "save_pretrained(FOLDER, path_initial_model_for_weight_conversion=INITIAL) of the trained model, INITIAL being the "
+    "adapter as it was saved before training, leaves plain LoRA"
+)
 _INNER = r"(\.(token_adapter|modules_to_save|original_module|base_layer))*"
 _LONGEST, _MOST = 1_000, 1_000
 """Characters of a pattern; patterns of a field, and copies of layers."""
@@ -32,7 +38,8 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
 
     Raises:
         DataError: values of wrong types, patterns that are no regular expressions or match too slowly, absurd sizes.
-        UnsupportedError: virtual tokens, a kind of adapter that PEFT doesn't know, or Megatron's layers.
+        UnsupportedError: virtual tokens, a kind of adapter that PEFT doesn't know, Megatron's layers, or a beginning
+            that can't be made again.
     """
     from peft import PromptLearningConfig
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -45,6 +52,11 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
         raise UnsupportedError(
             f"the adapter in {path.parent} is {str(kind)[:40]}, {what}",
             "train a LoRA adapter; packed rows have no place for others",
+        )
+    if (init := begins_by_chance(table.get("init_lora_weights"))) is not None:
+        raise UnsupportedError(
+            f"{path}: init_lora_weights is {init}, so that the adapter fits the very base it was trained over alone",
+            CONVERTED,
         )
     if table.get("megatron_config"):
         raise UnsupportedError(f"{path}: megatron_config is not supported", "train a LoRA adapter without it")
@@ -73,6 +85,11 @@ def changes_base(config: Any) -> bool:
     """Tell whether an adapter's beginning was taken out of the base's weights: it applies to what PEFT left of them
     alone."""
     return str(getattr(config, "init_lora_weights", True)).lower().startswith(_OUT_OF_BASE)
+
+
+def begins_by_chance(init: Any) -> str | None:
+    """Return a way for an adapter to begin that changes the base's weights as no second call does, or None."""
+    return init if isinstance(init, str) and init.lower().startswith(_BY_CHANCE) else None
 
 
 def check_adapter_weights(folder: Path, table: dict[str, Any]) -> None:

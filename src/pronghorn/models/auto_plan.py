@@ -75,6 +75,10 @@ def refusal(model: Any, fused: bool = True) -> str | None:
     family = check_config(base.config)
     if family.generic:
         return f"what layers of {base.config.model_type} keep is not known"
+    for layer in base.base_model.layers:
+        for block in family.blocks(layer):
+            if not all(_reaches(layer, path) for path in block.linears):  # PEFT's adaption prompt is around attention
+                return f"what {type(layer.get_submodule(block.module)).__name__} keeps is not known"
     layers = [[block.kind for block in family.blocks(layer)] for layer in base.base_model.layers]
     kinds = {tuple(map(type, layer)) for layer in layers}
     for layer in kinds - _COUNTED:
@@ -91,6 +95,14 @@ def refusal(model: Any, fused: bool = True) -> str | None:
         return "its experts go transformers' way"
     reasons = (unfused_reason(base, None), *map(experts.refusal, experts.expert_modules(base)))
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _reaches(layer: Any, path: str) -> bool:
+    """Tell whether a layer has a module at a path, or beneath what was put around it."""
+    try:
+        return layer.get_submodule(path) is not None
+    except AttributeError:
+        return False
 
 
 _COUNTED = {

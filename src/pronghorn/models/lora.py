@@ -24,8 +24,6 @@ from pronghorn.models.tied_copies import tie_copies
 
 DENSE_MLP = tuple(name for group in GatedMLP().linears for name in group)
 """A gated MLP's linears by their usual names, which lists of targets hold even for models with experts."""
-
-
 HIGHEST_RANK = 256
 """That makes sense for every model; for wide ones the width is the limit."""
 
@@ -95,8 +93,8 @@ def add_lora(
         raise ConfigError(
             f"lora_alpha = {lora_alpha} is no number above 0", "write e.g. lora_alpha=16: the scale is lora_alpha / r"
         )
-    if isinstance(modules_to_save, str):
-        modules_to_save = [modules_to_save]
+    modules_to_save = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
+    target_parameters = [target_parameters] if isinstance(target_parameters, str) else target_parameters
     if not 0 <= lora_dropout < 1:
         raise ConfigError(f"lora_dropout = {lora_dropout} is no share below 1", "write 0, the fastest, or e.g. 0.05")
     if bias not in ("none", "all", "lora_only"):
@@ -118,13 +116,16 @@ def add_lora(
         target_modules if isinstance(target_modules, str) else list(own if target_modules is None else target_modules)
     )
     names = [name for name, _ in model.named_modules()]
-    listed = not isinstance(targets, str)
-    if listed and has_experts(base_causal_lm(model).config) and set(targets) == {*own, *DENSE_MLP}:
+    if has_experts(base_causal_lm(model).config) and {*targets} == {*own, *DENSE_MLP}:
         targets = [target for target in targets if _named(target, names)]  # a dense model's list, as scripts have it
     _check_targets(targets, names, bool(target_parameters), own, end_names(base_causal_lm(model)))
-    if listed and (module := next((t for t in targets for n in _named(t, names) if not _adaptable(model, n)), None)):
+    if isinstance(targets, str):
+        found = [(name, name) for name in names if targets != "all-linear" and re.fullmatch(targets, name)]
+    else:
+        found = [(target, name) for target in targets for name in _named(target, names)]
+    if module := next((target for target, name in found if not _adaptable(model, name)), None):
         raise ConfigError(f"target module {module!r} is no linear", f"use some of {', '.join(own)}")
-    _check_target_parameters(model, target_parameters or (), lora_dropout)
+    _check_target_parameters(model, target_parameters or (), lora_dropout, use_dora)
     leaves = [name for name, module in model.named_modules() if not [*module.children()]]
     for pattern in (rank_pattern, alpha_pattern):
         _check_patterns(pattern or {}, [*leaves, *weight_names(model)])
@@ -136,7 +137,7 @@ def add_lora(
     check_whole_modules(model, modules_to_save or ())
     _check_adapted_or_whole(model, targets, target_parameters or (), modules_to_save or ())
     copied = {name.rsplit(".", 1)[-1] for name in whole_modules(model, modules_to_save or ())}
-    ends = bool(set(end_names(base_causal_lm(model))) & copied)
+    ends = not copied.isdisjoint(end_names(base_causal_lm(model)))
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
     if trainable_token_indices:
         _check_head_of_rows(base_causal_lm(model), trainable_token_indices, tied)
@@ -218,9 +219,9 @@ def whole_modules(model: Any, wanted: Sequence[str]) -> list[str]:
 
 
 def _adaptable(model: Any, name: str) -> bool:
-    """Tell whether PEFT can put an adapter on a module: on one with a matrix, or with modules inside."""
-    module = model.get_submodule(name)
-    return getattr(getattr(module, "weight", None), "ndim", 2) > 1 or any(True for _ in module.children())
+    """Tell whether PEFT can put an adapter on a module: on a linear, a convolution or an embedding."""
+    module, own = model.get_submodule(name), (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
+    return isinstance(module, own) or module in all_linears(module)
 
 
 def check_model(model: Any, where: str) -> None:
@@ -349,11 +350,11 @@ def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
     for pattern, value in patterns.items():
         check_pattern(pattern)
         compiled[pattern] = re.compile(rf"(.*\.)?({pattern})$")
-        if not 1 <= value < float("inf") or not any(map(compiled[pattern].match, names)):
-            what = "matches no module" if 1 <= value < float("inf") else f"gives {value}, no number from 1 on"
+        if not 0 < value < float("inf") or not any(map(compiled[pattern].match, names)):
+            what = "matches no module" if 0 < value < float("inf") else f"gives {value}, no number above 0"
             raise ConfigError(
                 f"rank_pattern or alpha_pattern {pattern!r} {what}",
-                "name a module of the model, with a number from 1 on",
+                "name a module of the model, with a number above 0",
             )
     for name in names if len(patterns) > 1 else ():
         found = [pattern for pattern, matcher in compiled.items() if matcher.match(name)]
@@ -378,7 +379,7 @@ def _check_ranks(adapted: Any, init: bool | str) -> None:
                 )
 
 
-def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float) -> None:
+def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float, dora: bool) -> None:
     """Refuse a name that matches nothing, which PEFT passes over if another does."""
     names = weight_names(model)
     for target in targets:
@@ -389,6 +390,8 @@ def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float)
                 f"target parameter {target!r} is no weight of experts of this model",
                 f"use {' or '.join(known)}" if known else "leave target_parameters out: it has no experts",
             )
+    if targets and dora:
+        raise ConfigError("use_dora with target_parameters: PEFT has no DoRA for experts", "leave one of them out")
     if targets and dropout:
         raise ConfigError(
             f"lora_dropout {dropout} with target_parameters: PEFT has no dropout before adapters of parameters",

@@ -32,6 +32,7 @@ _MIXING = {
     "SHADOW": "a ShadowPEFT adapter, whose own layers see the whole row",
 }
 """PEFT's methods by which tokens of a row see each other, and how."""
+_UNPACKED = "PEFT's virtual tokens (prefix, prompt tuning) are trained without packing"
 _STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -66,10 +67,10 @@ def share_metadata(
     if packed.tokens != tokens.shape[0] * tokens.shape[1]:
         raise DataError(
             f"the packed batch describes {packed.tokens} tokens but the row has {tokens.shape[0] * tokens.shape[1]}",
-            "pass the `packed` that was collated with these input_ids",
+            f"pass the `packed` that was collated with these input_ids; {_UNPACKED}",
         )
     if (cache := cache_of(kwargs)) is not None:
-        raise DataError(f"a packed batch came with {cache}", "generate from unpacked prompts")
+        raise _packed_with(cache)
     if kwargs.get("position_ids") is None:
         raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
     check_rope(backbone, packed)
@@ -107,6 +108,10 @@ def check_mixing(mixes: str | None, packed: PackedBatch) -> None:
             f"a packed row of {len(packed.lengths)} documents, padded tail included, for {mixes}",
             "train it without packing, with plain transformers and PEFT, or delete the adapter",
         )
+
+
+def _packed_with(cache: str) -> DataError:
+    return DataError(f"a packed batch came with {cache}", f"generate from unpacked prompts; {_UNPACKED}")
 
 
 def _compute_all_rows(kwargs: dict[str, Any], packed: PackedBatch | None) -> None:
@@ -171,7 +176,11 @@ def stock_batch(kwargs: dict[str, Any], tokens: Any = None) -> PackedBatch | Non
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     mask = kwargs.get("attention_mask")
-    if cache_of(kwargs) is not None:
+    if (cache := cache_of(kwargs)) is not None:
+        # a prefix that PEFT trains: its positions begin after it, and a mask would come with padded documents
+        trains = mask is None and torch.is_grad_enabled()
+        if trains and position_ids is not None and position_ids.dim() == 2 and (position_ids.diff() <= 0).any():
+            raise _packed_with(cache)
         return None
     if position_ids is None and cu_seqlens is not None:
         raise DataError("cu_seq_lens_q came without position_ids", "pass position_ids that restart in each document")

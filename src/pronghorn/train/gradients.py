@@ -25,8 +25,9 @@ from pronghorn.text import counted
 
 MOST_SKIPPED = 25
 """Steps in a row that loss scaling may skip. Scales begin at 2**16 and halve each time: by then they are below one."""
-SPARSE = "trainable_tokens_delta"
-"""What PEFT calls the trained rows of an embedding: a step whose data lack their tokens gives them no gradient."""
+_MAY_BE_ZERO = ("trainable_tokens_delta", "shadow_update_")
+"""What PEFT calls the trained rows of an embedding, which have no gradient of data without their tokens, and what
+updates ShadowPEFT's state after each layer, after the last one for nobody."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class GradientWatch(TrainerCallback):
                 "the update was skipped: lower the learning rate, look at the data of this step, or use bfloat16",
             )
         self._skipped_in_a_row = 0
-        dead = [name for name in pending.named(~nonzero) if SPARSE not in name]
+        dead = [name for name in pending.named(~nonzero) if not any(part in name for part in _MAY_BE_ZERO)]
         if self._moved and dead:
             listed = ", ".join(dead[:5]) + (" …" if len(dead) > 5 else "")
             raise TrainingError(

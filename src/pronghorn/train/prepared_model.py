@@ -12,6 +12,7 @@ from torch import Tensor
 from pronghorn.device import processes
 from pronghorn.errors import ConfigError
 from pronghorn.memory.plan import Plan
+from pronghorn.models.adapter_files import CONVERTED, begins_by_chance
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.auto_plan import resolve, smaller_plan
 from pronghorn.train.oom_retry import tighten
@@ -88,6 +89,15 @@ def unround_adapters(model: Any, trained: Mapping[Any, Tensor], quantised: bool)
                 parameter.data = trained[parameter].to(parameter.device)
         elif parameter.requires_grad and ".lora_" in name and quantised:
             parameter.data = parameter.data.float()
+
+
+def told_of_saving(model: Any) -> str | None:
+    """Say what to know before a model's adapter is saved, or None."""
+    configs = getattr(model, "peft_config", {}).values()
+    init = next((init for c in configs if (init := begins_by_chance(getattr(c, "init_lora_weights", None)))), None)
+    if init is None:
+        return None
+    return f"init_lora_weights = {init!r}: what save_pretrained leaves fits this base in memory alone; {CONVERTED}"
 
 
 class TighterPlans:

@@ -328,6 +328,8 @@ class SFTTrainer(EvaluatingTrainer):
             told = checkpoint.other_steps(Path(resume_from_checkpoint), step_rows(self.args))
             if told is not None and self.args.should_log:
                 self.note(told)
+        if self.recipe is None and self.args.should_log and (told := prepared_model.told_of_saving(self.model)):
+            self.note(told)
         gathers = sharded(base_causal_lm(self.model)) is not None
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
         if self._at_once:
