@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 import pronghorn
 from pronghorn.data.batch import Collator
 from pronghorn.errors import UnsupportedError
+from pronghorn.families import generic
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.families import decoder_layers
 from pronghorn.models.generic import Way
@@ -270,11 +271,41 @@ def test_limits_that_the_probe_does_not_cross_hold(model_type: str, limit: str, 
     found = probe(model)
     assert found.clean and found.way is way and f"{limit} 200" in found.not_crossed
     packed = batch([230, 5, 410])
+    if way is Way.MASK and not generic.chunks_follow_documents():  # transformers 5.17's masks
+        with pytest.raises(UnsupportedError, match=r"longer than attention_chunk_size = 200"):
+            model(**packed)
+        return
     with torch.no_grad():
         logits = model(**{name: value for name, value in packed.items() if name != "labels"}).logits[0]
         for start, end in ((0, 230), (230, 235), (235, 645)):
             alone = model(input_ids=packed["input_ids"][:, start:end], use_cache=False).logits[0]
             torch.testing.assert_close(logits[start:end], alone, rtol=1e-3, atol=1e-3)
+
+
+def test_chunks_that_are_counted_from_the_row_s_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers 5.17: a document that begins inside a chunk of the row is cut where it isn't alone."""
+    from transformers import masking_utils
+
+    config = causal_lms.small_config("llama4_text")
+    config.attention_chunk_size = 200
+    model = causal_lms.generic(config)
+    pronghorn.attach(model)
+    sound = masking_utils.create_chunked_causal_mask
+
+    def of_the_row(**given: Any) -> Any:
+        """Two masks, of the row's chunks and of the documents."""
+        mask = sound(**given | {"position_ids": None})
+        ids = given["position_ids"].eq(0).cumsum(1)[0]
+        return mask & (ids[:, None] == ids) if mask is not None else ids[:, None] == ids
+
+    generic.chunks_follow_documents.cache_clear()
+    monkeypatch.setattr(masking_utils, "create_chunked_causal_mask", of_the_row)
+    try:
+        assert not generic.chunks_follow_documents()
+        with pytest.raises(UnsupportedError, match=r"row of 645 tokens is longer than attention_chunk_size = 200"):
+            model(**batch([230, 5, 410]))
+    finally:
+        generic.chunks_follow_documents.cache_clear()
 
 
 def test_a_forward_that_fails_is_an_error_with_its_cause() -> None:

@@ -6,9 +6,11 @@ proven on the loaded model, before the first step (`models.probe`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from pronghorn.errors import UnsupportedError
@@ -93,6 +95,28 @@ def limits_to_cross(config: Any) -> dict[str, int]:
     numbers = {name: value for name, value in text_config(config).to_dict().items() if type(value) is int and value > 1}
     words = ("window", "chunk", *CHOSEN)
     return {name: n for name, n in numbers.items() if any(word in name for word in words) and "layer" not in name}
+
+
+@functools.cache
+def chunks_follow_documents() -> bool:
+    """Tell whether the chunks of transformers' masks begin anew with each document of a packed row. Older versions
+    (5.17) count them from the row's start, and cut documents elsewhere than alone.
+
+    A mask of two documents is asked for, of 1 and 2 tokens, in chunks of 2: the last token sees the one before it.
+    """
+    from transformers import PreTrainedConfig
+    from transformers.masking_utils import create_chunked_causal_mask
+
+    config: Any = PreTrainedConfig()
+    config.attention_chunk_size, config._attn_implementation = 2, "sdpa"
+    mask = create_chunked_causal_mask(
+        config=config,
+        inputs_embeds=torch.zeros(1, 3, 1, device="cpu"),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=torch.tensor([[0, 0, 1]], device="cpu"),
+    )
+    return mask is not None and bool(mask[0, 0, 2, 1])
 
 
 def _parameters(module: nn.Module) -> int:

@@ -22,7 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.media import refuse_media
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.families.generic import CHOSEN, COMPUTED, TOLD, limits_to_cross
+from pronghorn.errors import UnsupportedError
+from pronghorn.families.generic import (
+    CHOSEN,
+    COMPUTED,
+    TOLD,
+    chunks_follow_documents,
+    limits_to_cross,
+    text_config,
+)
 from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
@@ -116,11 +124,22 @@ class GenericPacking:
         """
         check_mixing(mixing_adapter(self.model), packed)
         check_rope(self.model, packed)
+        self._check_chunks(packed)
         if self.way is None and _documents(packed) > 1:  # the first packed batch; a probe sets the way itself
             from pronghorn.models.probe import require_isolation
 
             require_isolation(self.model)
         return self.arguments(packed, {**given, "use_cache": False})
+
+    def _check_chunks(self, packed: PackedBatch) -> None:
+        chunk = getattr(text_config(self.model.config), "attention_chunk_size", None)
+        if chunk and packed.tokens > chunk and _documents(packed) > 1 and not chunks_follow_documents():
+            raise UnsupportedError(
+                f"a packed row of {packed.tokens:,} tokens is longer than attention_chunk_size = {chunk:,}, and this "
+                "version of transformers counts chunks from the row's start, not from each document's",
+                f"upgrade transformers, take rows of {chunk:,} tokens, or train unpacked: packing.enabled: false in a "
+                "recipe, SFTConfig(packing=False) in a script",
+            )
 
     def arguments(self, packed: PackedBatch, given: dict[str, Any]) -> dict[str, Any]:
         """Return the keywords of a packed batch's forward: what was given, and the documents' bounds."""
