@@ -41,7 +41,8 @@ def test_adapters_that_change_the_base_are_refused_over_packed_weights_alone(tmp
         get_peft_model(loaded(tmp_path / "base"), config)
     with pytest.raises(UnsupportedError, match=told):
         add_lora(loaded(tmp_path / "base"), r=4, init_lora_weights=init)
-    with pytest.raises(UnsupportedError, match=told):
+    by_chance = "fits the very base" if init == "pissa_niter_4" else told  # over dense weights, too
+    with pytest.raises(UnsupportedError, match=by_chance):
         loaded(tmp_path / "adapter")
 
 

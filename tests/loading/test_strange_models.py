@@ -151,7 +151,7 @@ def test_a_run_is_no_model_and_the_error_says_where_its_adapter_is(adapter: Path
         ({"target_modules": "(a+)+"}, "may take for ever"),
         *(
             ({"target_modules": targets, "modules_to_save": ["self_attn", "mlp"]}, "no linear is left for an adapter")
-            for targets in (["q_proj", "down_proj"], r".*\.mlp\..*", "all-linear", None)
+            for targets in (["q_proj", "down_proj"], r".*\.mlp\..*_proj", "all-linear", None)
         ),
     ],
 )

@@ -885,8 +885,9 @@ def test_the_logits_of_an_adapted_head_are_counted(
     from peft import LoraConfig, get_peft_model
 
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * 8192 * chunk)
-    model = tiny_model("llama", vocab_size=8192).to(dtype)
-    model.config.final_logit_softcapping = softcap
+    model = tiny_model("llama" if softcap is None else "gemma3_text", vocab_size=8192).to(dtype)
+    if softcap is not None:
+        model.config.final_logit_softcapping = softcap
     targets = ["q_proj", "lm_head"]
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules=targets))
     attach(model, layers="fused")

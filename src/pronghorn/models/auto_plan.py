@@ -28,6 +28,7 @@ from pronghorn.memory.step_time import StepTimes
 from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attached
 from pronghorn.models.attach_options import chooses_codes
+from pronghorn.models.causal_lm import softcap_of
 from pronghorn.models.families import base_causal_lm, check_config, has_experts
 from pronghorn.models.loss import logits_bytes
 from pronghorn.models.measured_layer import measured_times as measured_times
@@ -177,7 +178,7 @@ def setup_of(
     shared = sharded(base)
     parts = shared is not None and method == "full"
     adapters = (p.element_size() for name, p in base.named_parameters() if p.requires_grad and "lora_" in name)
-    softcap = getattr(base.config, "final_logit_softcapping", None)
+    softcap = softcap_of(base.config)
     setup = TrainSetup(
         tokens=tokens,
         method=method,
@@ -195,7 +196,9 @@ def setup_of(
         dropout=any(type(linear.lora_dropout[name]) is not nn.Identity for linear, name in adapted),
         dora=any(name in linear.lora_variant for linear, name in adapted),
         trained_whole=0 if method == "full" else sum(whole.values()),
-        logits_bytes=logits_bytes(base.get_output_embeddings(), base.config.vocab_size, tokens, softcap),
+        logits_bytes=logits_bytes(
+            base.get_output_embeddings(), base.config.vocab_size, tokens, softcap_of(base.config)
+        ),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,
         accumulates=accumulates or (distributed and not parts),

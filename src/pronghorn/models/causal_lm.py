@@ -102,7 +102,7 @@ class PackedCausalLM:
             packed,
             self.get_output_embeddings(),
             self.config.vocab_size,
-            softcap=_softcap(self.config),
+            softcap=softcap_of(self.config),
             scale=family_of(self.config).logit_scale(self.config),
             num_items=num_items_in_batch,
         )
@@ -114,7 +114,7 @@ class PackedCausalLM:
         return result.to_tuple() if return_dict is False else result
 
 
-def _softcap(config: Any) -> float | None:
+def softcap_of(config: Any) -> float | None:
     """Return c of c · tanh(logits / c), where the configuration's class has such a field (Gemma): transformers computes
     nothing of what another model's conversion left in `config.json`."""
     name, kind = "final_logit_softcapping", config.__class__

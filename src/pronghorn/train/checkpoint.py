@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pronghorn import state
-from pronghorn.errors import DataError
+from pronghorn.errors import ConfigError, DataError
 from pronghorn.models.families import base_causal_lm
 from pronghorn.parallel.sharded import first_values, sharded
 
@@ -121,6 +121,20 @@ def checkpoints(output: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """Return the optimiser steps done when it was saved."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def named(output: Path, resume: str | bool | None) -> str | None:
+    """Return the checkpoint to go on from, if there is one to: by its name, or the last of a folder for True.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    if not isinstance(resume, bool):
+        return resume
+    found = checkpoints(output) if resume else []
+    if resume and not found:
+        raise ConfigError(f"no checkpoint in {output}", "call train() to start from the beginning")
+    return str(found[-1]) if found else None
 
 
 def keep_newest(output: Path, count: int | None, *spared: str, among: bool = False) -> None:

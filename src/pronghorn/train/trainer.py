@@ -313,13 +313,7 @@ class SFTTrainer(EvaluatingTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does. A checkpoint to resume from is verified first (DataError: damaged, or of another model),
         and memory that runs out is survived (TrainingError: it can't be, docs/out_of_memory.md)."""
-        if isinstance(resume_from_checkpoint, bool):
-            found = checkpoint.checkpoints(Path(str(self.args.output_dir))) if resume_from_checkpoint else []
-            if resume_from_checkpoint and not found:
-                raise ConfigError(
-                    f"no checkpoint in {self.args.output_dir}", "call train() to start from the beginning"
-                )
-            resume_from_checkpoint = str(found[-1]) if found else None
+        resume_from_checkpoint = checkpoint.named(Path(str(self.args.output_dir)), resume_from_checkpoint)
         validate.check_trains(self.model)
         if self._packs_train or self._packs_eval or self.padded is None:
             validate.check_attached(self.model)
