@@ -196,9 +196,7 @@ def setup_of(
         dropout=any(type(linear.lora_dropout[name]) is not nn.Identity for linear, name in adapted),
         dora=any(name in linear.lora_variant for linear, name in adapted),
         trained_whole=0 if method == "full" else sum(whole.values()),
-        logits_bytes=logits_bytes(
-            base.get_output_embeddings(), base.config.vocab_size, tokens, softcap_of(base.config)
-        ),
+        logits_bytes=logits_bytes(base.get_output_embeddings(), base.config.vocab_size, tokens, softcap),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,
         accumulates=accumulates or (distributed and not parts),
