@@ -1,1 +1,1 @@
-"""Models: the families Pronghorn knows, adapters, and `attach`."""
+"""What is done to a loaded model: adapters, `attach`, the packed forward and its loss, graphs, plans, the report."""
