@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,3 +102,12 @@ def test_the_names_of_computes_are_listed_once() -> None:
 
 def test_no_file_is_longer_than_400_lines() -> None:
     assert {path.name for path in SOURCE.rglob("*.py") if path.read_text(encoding="utf-8").count("\n") > 400} == set()
+
+
+def test_templates_of_pages_come_with_the_wheel() -> None:
+    """Each is named for its package: a page that is moved without its name works here, and not where it is installed."""
+    data = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "package-data"
+    ]
+    named = {SOURCE.parent.joinpath(*package.split("."), name) for package, names in data.items() for name in names}
+    assert {*SOURCE.rglob("*.j2")} == {path for path in named if path.suffix == ".j2"}
