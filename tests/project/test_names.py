@@ -105,7 +105,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
 
 
 def test_templates_of_pages_come_with_the_wheel() -> None:
-    """Each is named for its package: a page that is moved without its name works here, and not where it is installed."""
+    """A page that is moved without its name there works here, and not where it is installed."""
     data = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
         "package-data"
     ]

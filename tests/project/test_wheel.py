@@ -29,8 +29,8 @@ import pronghorn
 from importlib.resources import files
 from pathlib import Path
 assert Path(pronghorn.__file__).is_relative_to(Path.cwd()), pronghorn.__file__
-for package, name in (("diagnose", "inspect.html.j2"), ("diagnose", "profile.html.j2"), ("train", "page.html.j2"),
-                      ("train", "report.html.j2")):
+for package, name in (("diagnose", "inspect.html.j2"), ("diagnose", "profile.html.j2"), ("records", "page.html.j2"),
+                      ("records", "report.html.j2")):
     text = (files(f"pronghorn.{package}") / name).read_text(encoding="utf-8")
     assert "{%" in text or "{{" in text, name
 assert (files("pronghorn") / "py.typed").is_file()
