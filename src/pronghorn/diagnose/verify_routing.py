@@ -78,14 +78,15 @@ class References:
         alone = pairs.get("alone", pairs["logits"])
         return cls(main, pairs["loss"], pairs["logits"], alone, unquantised, partial(run.rounded, routes=guides.main))
 
+    def pairs(self) -> list[Pair]:
+        """Return the passes with the model's choices, each pair once."""
+        pairs = [self.gradients, self.loss, self.logits, self.alone]
+        return [pair for at, pair in enumerate(pairs) if all(pair is not earlier for earlier in pairs[:at])]
+
 
 def choices(references: References) -> Check:
     """Check that every token goes to the experts that exact scores choose, or that rounding may choose."""
-    pairs = list(
-        {
-            id(pair): pair for pair in (references.gradients, references.loss, references.logits, references.alone)
-        }.values()
-    )
+    pairs = references.pairs()
     found = [each for plain, exact in pairs for each in judged(plain.gaps, exact.gaps)]
     unknown = sorted({name for _, exact in pairs for name in exact.gaps.unguided})
     worst = max(found, key=lambda each: each.excess, default=None)
