@@ -52,20 +52,45 @@ Llama-3.1-8B qlora 8192 keep; Llama-3.1-8B qlora 8192 12GiB
 gpt-oss-20b mxfp4 4096 offload; gpt-oss-20b mxfp4+experts 4096 offload; gpt-oss-20b mxfp4 4096 keep
 gpt-oss-120b mxfp4 4096 keep
 """
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mxfp4": {"quant_method": "mxfp4"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "nvfp4": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
+                    "dynamic": False,
+                },
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+}  # fmt: skip
+"""The quantization_config of checkpoints as published: gpt-oss's, DeepSeek's and Qwen's, llm-compressor's."""
 WARM, TIMED = 16, 8
 """Steps; the first ones decide about CUDA graphs."""
 
 
-def load(shape: str, method: str, folder: Path) -> Any:
-    """Load a shape with random weights, and with LoRA unless everything is trained; packed ones are made on the GPU."""
-    if method.startswith("mxfp4"):
-        config = AutoConfig.for_model(**shape_of(shape) or {}, quantization_config={"quant_method": "mxfp4"})
+def load(shape: str, method: str, folder: Path | None) -> Any:
+    """Load a shape with random weights, and with LoRA unless everything is trained.
+
+    Args:
+        folder: where its checkpoint is, or is written; none is of what is `PUBLISHED` in few bits, which is made on the
+            device.
+    """
+    published = PUBLISHED.get(method.removesuffix("+experts"))
+    if published:
+        config = AutoConfig.for_model(**shape_of(shape) or {}, quantization_config=published)
         skeleton = PackedSkeleton.of(config, torch.bfloat16)
         packed = skeleton.fill(generated(skeleton.expected(), device=device()), device())
         targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if method.endswith("+experts") else []
         packed = add_lora(packed, target_parameters=targets)
         set_adapters(packed, seed=0)
         return packed.train()
+    assert folder is not None
     dtype = torch.float32 if method == "full" else torch.bfloat16
     path = checkpoint_of(shape, folder, seed=0)
     model, _ = load_model(path, max_seq_length=8192, dtype=dtype, load_in_4bit=method == "qlora")

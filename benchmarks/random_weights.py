@@ -14,13 +14,31 @@ from pronghorn.precision.loader import StoredTensor
 
 BLOCK = 2**22
 """About how many elements of a tensor share a seed."""
+CODE_8 = 64.0
+"""Standard deviation of codes in e4m3, which end at 448."""
+CODE_4 = 2.93
+"""Root mean square of the 16 numbers of e2m1."""
+
+
+def spread(name: str, dtype: torch.dtype, std: float) -> tuple[float, float]:
+    """Return the mean and the standard deviation of a tensor's numbers."""
+    if name.endswith(".weight_scale_inv"):
+        return std / CODE_8, 0.0
+    if name.endswith(".weight_global_scale"):
+        return CODE_4 / std, 0.0  # it divides
+    if dtype is torch.float8_e4m3fn:
+        return (1.0, 0.0) if name.endswith(".weight_scale") else (0.0, CODE_8)
+    return (1.0 if name.endswith("norm.weight") else 0.0), std
 
 
 def generated(
     expected: Mapping[str, Tensor], std: float = 0.02, device: torch.device | str = "cpu"
 ) -> Iterator[StoredTensor]:
-    """Yield random weights of the given shapes and dtypes, made on a device: normal numbers (about 1 for norms), or any
-    bytes in uint8; of scales of 8 bits those about 2^-7, which make numbers of 4 bits as large as `std` is by default.
+    """Yield random weights of the given shapes and dtypes, made on a device.
+
+    They are normal numbers about 0, for norms about 1, with a standard deviation of `std`. FP8 and NVFP4 weights have
+    it once they are written out: codes of 4 bits are any bytes, codes of 8 bits normal, scales all alike. MXFP4's
+    scales are about 2^-7, so that its numbers are about as large as `std` is by default.
 
     Each block of rows is seeded by its tensor's name and its number, so that any tensor, or shard of one, can be made
     alone.
@@ -33,6 +51,7 @@ def generated(
             size = max(1, BLOCK // max(1, math.prod(row)))
             out = torch.empty(stop - start, *row, dtype=like.dtype, device=device)
             least, most = (119, 122) if name.endswith("_scales") else (0, 256)
+            mean, deviation = spread(name, like.dtype, std)
             for first in range(start // size * size, stop, size):
                 digest = hashlib.sha256(f"{name} {first // size}".encode()).digest()
                 generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
@@ -41,7 +60,7 @@ def generated(
                 if like.dtype is torch.uint8:
                     block = torch.randint(least, most, shape, dtype=like.dtype, **made)
                 else:
-                    block = torch.randn(shape, **made) * std + (1.0 if name.endswith("norm.weight") else 0.0)
+                    block = torch.randn(shape, **made) * deviation + mean
                 low, high = max(start, first), min(stop, first + len(block))
                 out[low - start : high - start] = block[low - first : high - first]
             return out if like.dim() else out[0]

@@ -29,7 +29,7 @@ class Record:
 
     shape: str
     method: str
-    """lora, lora+experts, mxfp4 or qlora."""
+    """lora, lora+experts, qlora, or the format of a published checkpoint: mxfp4, fp8 or nvfp4."""
     least: int
     """Tokens a second on one H200; 0: no rate is asked for."""
     compute: str = "dtype"
@@ -45,10 +45,15 @@ RECORDS = {
     "llama-3.3-70b-nf4-fp8": Record("Llama-3.3-70B", "qlora", 0, "fp8"),
     "llama-3.3-70b-nf4-fp8-both": Record("Llama-3.3-70B", "qlora", 3_000, "fp8_both"),
     "qwen3.5-27b": Record("Qwen3.5-27B", "lora", 0),
+    "llama-3.1-8b-published-fp8": Record("Llama-3.1-8B", "fp8", 0),
+    "llama-3.1-8b-published-fp8-in-fp8": Record("Llama-3.1-8B", "fp8", 0, "fp8"),
+    "qwen3-32b-published-nvfp4": Record("Qwen3-32B", "nvfp4", 0),
     "tiny": Record("tiny", "lora", 0),
     "tiny-moe": Record("tiny-moe", "lora+experts", 0),
     "tiny-nf4": Record("tiny", "qlora", 0),
     "tiny-fp8": Record("tiny", "lora", 0, "fp8_both"),
+    "tiny-published-fp8": Record("tiny", "fp8", 0),
+    "tiny-published-nvfp4": Record("tiny", "nvfp4", 0),
 }
 """The last ones try the program."""
 
@@ -62,10 +67,10 @@ def build(shape: str, method: str) -> Any:
     from pronghorn.diagnose.shapes import shape_of
     from pronghorn.models.lora import add_lora
 
-    if method == "mxfp4":
+    if method in ("mxfp4", "fp8", "nvfp4"):
         from benchmarks.plan import load
 
-        return load(shape, method, None)  # type: ignore[arg-type]  # no checkpoint is written
+        return load(shape, method, None)
     fields: Any = shape_of(shape)
     torch.manual_seed(0)
     if method == "full":

@@ -204,7 +204,7 @@ def test_a_record_that_runs_out_is_planned_again(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny-nf4", "tiny-moe"])
+@pytest.mark.parametrize("name", ["tiny-nf4", "tiny-moe", "tiny-published-fp8", "tiny-published-nvfp4"])
 def test_records_are_made_by_processes_of_their_own(name: str, tmp_path: Path) -> None:
     check_record(name, tmp_path / "records.json")
 
