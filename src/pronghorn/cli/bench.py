@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def bench(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=2, help="Timed steps of each.")] = 10,
-    warmup: Annotated[int, typer.Option(min=1, help="Untimed steps before timed ones.")] = 20,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to time, of each.")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps to run before those, of each.")] = 20,
     debug: Debug = False,
 ) -> None:
     """Time RECIPE's training step against plain transformers and PEFT on this machine.
 
-    Both train the same model on the same packed rows with AdamW, one after the other in this process, once the losses
-    of the first rows agree; `pronghorn verify` compares gradients and more. Nothing is saved. On a CPU it
-    says that it works, not how fast a GPU is.
+    First the losses of the same rows must agree. Then each trains the same model on the same packed rows with AdamW,
+    one after the other in this process. Nothing is saved. `pronghorn verify` compares gradients and more. A time on a
+    CPU says nothing about a GPU.
 
     [bold]Examples[/]
 

@@ -30,29 +30,32 @@ def chat(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="RUN", help="Output folder of a finished run, a merged or adapter folder, or a GGUF file."
+            metavar="RUN", help="Output folder of a finished run, folder of a merged model or an adapter, or GGUF file."
         ),
     ] = None,
-    served: Annotated[str | None, typer.Option(metavar="URL", help="Instead of RUN: a running server.")] = None,
+    served: Annotated[
+        str | None, typer.Option(metavar="URL", help="Talk to this running server instead of RUN.")
+    ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="With --served: the model's name there.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt, instead of the recipe's.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0, help="How freely answers are drawn; 0 always the likeliest.")
+        float, typer.Option(min=0, help="How freely answers are drawn. 0 always takes the likeliest token.")
     ] = 0.0,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, as the run did.")
+        bool,
+        typer.Option("--trust-remote-code", help="Run the Python code that comes with the model, as training did."),
     ] = False,
     timeout: Timeout = 60.0,
     api_key: ApiKey = None,
     debug: Debug = False,
 ) -> None:
-    """Talk to what RUN trained and to what it began from, side by side, through the template of the training.
+    """Talk to the trained model and its base, side by side, with the chat template of the training.
 
-    Or to an export, or to a server with OpenAI's interface (vLLM, SGLang, llama-server, Ollama).
+    RUN may also be an export. --served talks to a server with OpenAI's interface (vLLM, SGLang, llama-server, Ollama).
 
-    Questions come from the terminal or, a line each, from a pipe. /reset forgets the conversation; /quit, Ctrl-D and
-    Ctrl-C leave. A model without a chat template continues each question as it is, by itself.
+    Type questions, or pipe them in, one a line. /reset forgets the conversation. /quit, Ctrl-D or Ctrl-C ends the chat.
+    A model without a chat template continues each question as plain text, without the earlier ones.
 
     [bold]Examples[/]
 

@@ -18,14 +18,14 @@ OTHERWISE = "name another file: --output OTHER.yaml"
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of Axolotl or LLaMA-Factory.")],
     output: Annotated[
-        Path, typer.Option("--output", metavar="RECIPE", help="Where the recipe goes; never over another file.")
+        Path, typer.Option("--output", metavar="RECIPE", help="File to write. A file that exists is never replaced.")
     ] = Path("recipe.yaml"),
     debug: Debug = False,
 ) -> None:
-    """Write the recipe that says the same as a configuration of Axolotl or LLaMA-Factory.
+    """Convert a configuration of Axolotl or LLaMA-Factory into a recipe.
 
-    Each line names the key that it comes from. Keys that have no equivalent are listed, here and at the recipe's end,
-    with what to do instead. Data sets of LLaMA-Factory are looked up in its dataset_info.json.
+    Each line names the key that it comes from. Keys without an equivalent are listed in the terminal and at the
+    recipe's end, with what to do instead. Data sets of LLaMA-Factory are looked up in its dataset_info.json.
 
     [bold]Examples[/]
 

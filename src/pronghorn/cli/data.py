@@ -16,17 +16,17 @@ def inspect_data(
     recipe: RecipeFile,
     overrides: Overrides = None,
     split: Annotated[Literal["train", "eval"], typer.Option("--split", help="Show data.train or data.eval.")] = "train",
-    rows: Annotated[int, typer.Option("--rows", min=0, help="Show so many documents, token by token.")] = 3,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="How many documents to show token by token.")] = 3,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="PATH", help="Write it all to one page, too.", dir_okay=False)
+        Path | None,
+        typer.Option("--html", metavar="PATH", help="Also write everything to one HTML page.", dir_okay=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show what RECIPE's data becomes before training: which tokens are supervised, how long documents are, how they
-    pack.
+    """Show what RECIPE's data become: which tokens are supervised, how long documents are, and how full rows get.
 
-    Reads, renders and tokenises as training does, with the tokenizer only: no weights are loaded. Supervised tokens are
-    coloured, or between ⟦ and ⟧ where there are no colours. What looks wrong although it is allowed is told last.
+    The data are read, rendered and tokenised as in training. Only the tokenizer is loaded, no weights. Supervised
+    tokens are coloured, or stand between ⟦ and ⟧ where there are no colours. Warnings come last.
 
     [bold]Examples[/]
 

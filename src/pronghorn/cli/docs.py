@@ -18,12 +18,14 @@ _LINK = re.compile(r"\[([^\]\n]*)\]\(([\w-]+)\.md(?:#[^)]*)?\)")
 
 
 def docs(
-    page: Annotated[str | None, typer.Argument(metavar="[PAGE]", help="Its name; without one all are listed.")] = None,
+    page: Annotated[
+        str | None, typer.Argument(metavar="[PAGE]", help="Name of the page. Without it, all pages are listed.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show a page of the documentation, or list all.
+    """Show a page of the documentation, or list all pages.
 
-    Into a file or a pipe it goes as Markdown.
+    In a file or a pipe the page is plain Markdown.
 
     [bold]Examples[/]
 

@@ -14,13 +14,12 @@ from pronghorn.cli.options import Debug
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Check this machine and installation, and name the command that mends what is wrong.
+    """Check this machine and installation, and name the command that fixes what is wrong.
 
-    Ends with code 1 if something needed is missing or has an unsupported version; what is merely slower is told, not
-    punished.
+    It ends with code 1 if something required is missing or has an unsupported version. It also shows what is only slow.
 
     [bold]Examples[/]
 

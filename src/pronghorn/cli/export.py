@@ -16,7 +16,7 @@ from pronghorn.errors import ConfigError
 
 def export(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Output folder of a finished run, or an adapter's folder.")
+        Path, typer.Argument(metavar="RUN", help="Output folder of a finished run, or folder of an adapter.")
     ],
     to: Annotated[
         str,
@@ -27,15 +27,15 @@ def export(
         typer.Option(
             metavar="NAME",
             show_default=False,
-            help="Of a GGUF file: f32, f16, bf16, q8_0 (the default), q5_1, q5_0, q4_1, q4_0 or mxfp4; by an "
-            "installed llama.cpp q4_k_m and its like.",
+            help="Type of a GGUF file's weights: f32, f16, bf16, q8_0 (the default), q5_1, q5_0, q4_1, q4_0 or mxfp4. "
+            "With llama.cpp installed, K-quants too (q4_k_m, …).",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where it goes; default: a folder of the format's name in RUN (adapter: exported-adapter).",
+            help="Folder to write to. By default a folder in RUN, named like the format (adapter: exported-adapter).",
         ),
     ] = None,
     onto: Annotated[
@@ -43,8 +43,8 @@ def export(
         typer.Option(
             metavar="seen|original",
             show_default=False,
-            help="Of a run over a base in 4 bits: merge onto these, as trained, or onto the checkpoint in 16 bits; "
-            "default: the nearer to what was trained.",
+            help="After training over a 4-bit base: merge onto the weights that training saw, or onto the original "
+            "16-bit checkpoint. By default, whichever is nearer to the trained model.",
         ),
     ] = None,
     vllm: Annotated[
@@ -52,22 +52,22 @@ def export(
         typer.Option(
             metavar="PYTHON",
             show_default=False,
-            help="An interpreter with vLLM: merged folders and adapters are served by it, and compared, too.",
+            help="Python of an environment with vLLM. The merged folder or adapter is also served by it and compared.",
         ),
     ] = None,
     push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Push it to this repository of the hub, too.")
+        str | None, typer.Option(metavar="OWNER/NAME", help="Also push the result to this repository on the hub.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write what RUN trained in the format of whoever serves it, load that again, and compare it with what was trained.
+    """Write what RUN trained for whatever serves it, load the result, and check that it answers like the trained model.
 
-    An export whose token ids, log-probabilities, answers or stops differ by more than its format explains is not put in
-    its place; the causes are named.
+    The check compares token ids, log-probabilities, greedy answers and where generation stops. If they differ by more
+    than the format explains, nothing is written to the target, and the likely causes are named.
 
-    [bold]merged[/] transformers, vLLM, SGLang. [bold]adapter[/] PEFT. [bold]served-adapter[/] vLLM and SGLang, experts
-    too. [bold]fp8[/] vLLM. [bold]gguf[/] llama.cpp, LM Studio. [bold]gguf-lora[/] llama.cpp. [bold]ollama[/] a GGUF
-    file and its Modelfile.
+    Formats: [bold]merged[/] for transformers, vLLM and SGLang; [bold]adapter[/] for PEFT; [bold]served-adapter[/] for
+    vLLM and SGLang, with adapters of experts; [bold]fp8[/] for vLLM; [bold]gguf[/] for llama.cpp and LM Studio;
+    [bold]gguf-lora[/] for llama.cpp; [bold]ollama[/], a GGUF file with its Modelfile.
 
     [bold]Examples[/]
 

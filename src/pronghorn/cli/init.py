@@ -53,26 +53,31 @@ Task = Literal["sft", "pretrain", "dpo", "kto", "orpo", "grpo"]
 
 def init(
     output: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="Where the recipe goes; never over another file.")
+        Path, typer.Argument(metavar="RECIPE", help="File to write. A file that exists is never replaced.")
     ] = Path("recipe.yaml"),
     task: Annotated[
-        Task, typer.Option(case_sensitive=False, help="Answers to prompts, or texts; the others are TRL's trainers.")
+        Task,
+        typer.Option(
+            case_sensitive=False, help="sft: answers to prompts; pretrain: plain texts. The others need TRL's trainers."
+        ),
     ] = "sft",
     method: Method = "lora",
-    model: Annotated[str | None, typer.Option(help="Folder or hub name; without it one that fits.")] = None,
-    data: Annotated[Path | None, typer.Option(help="File, folder or hub name of your rows, to be looked at.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to train: a folder or a hub name. By default one that fits.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Your rows: a file, a folder or a hub name.")] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="GPU|SIZE", help="Write for this GPU, e.g. rtx4090. Without it: this machine.")
+        str | None, typer.Option(metavar="GPU|SIZE", help="GPU to write for, e.g. rtx4090. By default this machine's.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Copy a recipe that comes with Pronghorn; list: which there are.")
+        str | None, typer.Option(metavar="NAME", help="Copy a recipe that comes with Pronghorn. `list` shows them.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a commented recipe for this machine, which `pronghorn train` then runs.
+    """Write a commented recipe for this machine. `pronghorn train` runs it.
 
-    With --data the rows are looked at: their format and columns, how long they are, and whether that fits the GPU. What
-    training would refuse is told now.
+    With --data it reads your rows: their format, their columns, how long they are, and whether they fit the GPU. If
+    training would refuse something, you learn it now.
 
     [bold]Examples[/]
 

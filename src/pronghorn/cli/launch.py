@@ -40,17 +40,17 @@ def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of each machine; default: launch.gpus.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines; default: launch.nodes.")] = None,
-    time: Annotated[str, typer.Option(help="How long the job may take, as Slurm writes it.")] = "24:00:00",
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of each machine. By default launch.gpus.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines. By default launch.nodes.")] = None,
+    time: Annotated[str, typer.Option(help="Time limit of the job, as Slurm writes it.")] = "24:00:00",
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the script goes; default: beside the recipe.")
+        Path | None, typer.Option(metavar="FILE", help="File to write. By default beside the recipe.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write the batch script that trains RECIPE on a cluster's machines, and show it. Nothing is submitted.
+    """Write and show a batch script that trains RECIPE on a cluster. Nothing is submitted.
 
-    On one machine `pronghorn train` starts a process a GPU by itself.
+    On one machine you don't need it: `pronghorn train` starts a process for each GPU by itself.
 
     [bold]Examples[/]
 

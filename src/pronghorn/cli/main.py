@@ -86,8 +86,8 @@ app = typer.Typer(
     name="pronghorn",
     cls=_InOrder,
     invoke_without_command=True,
-    help="Fine-tune large language models: packed rows, a recipe in one YAML file, and a report of what happened.",
-    epilog="Start with: pronghorn init. All pages: pronghorn docs",
+    help="Fine-tune large language models from one YAML file: fast, checked, and with a report of each run.",
+    epilog="Start with: pronghorn init. Read the documentation: pronghorn docs",
     rich_markup_mode="rich",
     add_completion=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -126,7 +126,7 @@ def _is_no_load_report(record: logging.LogRecord) -> bool:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

@@ -16,23 +16,28 @@ from pronghorn.errors import ConfigError
 from pronghorn.state import remedy_of
 
 RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
+    Path,
+    typer.Argument(
+        metavar="RECIPE", help="YAML file that says what to train, on which data, and where the result goes."
+    ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this call only.")
+    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Change keys of the recipe, for this call only.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 Method = Annotated[
     Literal["lora", "qlora", "full"],
-    typer.Option(case_sensitive=False, help="LoRA (rank 16, all linears), the same on NF4 weights, or every weight."),
+    typer.Option(
+        case_sensitive=False, help="lora: rank 16 on all linears; qlora: the same over NF4 weights; full: every weight."
+    ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of random weights, adapters and tokens.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of random weights, adapters and tokens.")]
 Checkpoints = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Keep written checkpoints here, and use those there.", file_okay=False),
+    typer.Option(metavar="DIR", help="Write checkpoints to this folder, and reuse those in it.", file_okay=False),
 ]
 
-Timeout = Annotated[float, typer.Option(min=0.1, help="With --served: seconds that an answer may take.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="With --served: how many seconds an answer may take.")]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar=API_KEY, show_default=False, help="With --served: the server's key, if it has one."),

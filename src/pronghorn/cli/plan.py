@@ -25,32 +25,36 @@ def plan(
     overrides: Overrides = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="GPU|SIZE", help="t4, 'rtx 4060 laptop', h100, …, or 24GiB. Without it: this GPU."),
+        typer.Option(
+            metavar="GPU|SIZE",
+            help="GPU to plan for (t4, 'rtx 4060 laptop', h100, …) or its memory (24GiB). By default this machine's.",
+        ),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Load the model and time a layer on this GPU (seconds).")
+        bool, typer.Option("--calibrate", help="Load the model and time one layer on this GPU. Takes seconds.")
     ] = False,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, metavar="N", help="Plan for so many of this GPU.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, metavar="N", help="Number of such GPUs.")] = 1,
     strategy: Annotated[
         str | None,
         typer.Option(
             metavar="auto|copies|sharded",
-            help="How several GPUs hold the model; auto: what fits. Without it: as the recipe says (launch.strategy).",
+            help="How several GPUs hold the model. auto takes what fits. By default launch.strategy of the recipe.",
         ),
     ] = None,
     link: Annotated[
         float | None,
-        typer.Option(metavar="GB/s", help="Between two GPUs, each way, as measured. Without it: by the datasheet."),
+        typer.Option(
+            metavar="GB/s", help="Measured rate between two GPUs, in each direction. By default the datasheet's."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Tell how much GPU memory and time a run will take, and which layers to keep, recompute or offload.
+    """Predict how much GPU memory and time a run takes, and choose which layers to keep, recompute or offload.
 
-    Reads the model's configuration only: no weights are loaded and no GPU is needed. Of all plans that fit the budget
-    it shows the fastest (memory.gradient_checkpointing: auto), or what the one that is asked for takes; if none fits,
-    what would. Times come from datasheets, and say so, unless a layer is measured (--calibrate). A packed row is always
-    full, so every step is the worst.
+    It reads only the model's configuration: it loads no weights and needs no GPU. It shows the fastest plan that fits,
+    or the one that memory.gradient_checkpointing asks for. If none fits, it shows what would. Times come from
+    datasheets unless --calibrate measures a layer. A packed row is always full, so every step takes the most memory.
 
     [bold]Examples[/]
 

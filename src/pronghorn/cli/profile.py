@@ -16,25 +16,26 @@ from pronghorn.environment import main_process
 def profile(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps under the profiler, and as many without it.")] = 3,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them that are not looked at.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to profile. As many are timed without the profiler.")] = 3,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps to run before those.")] = 3,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Compare with a profile that --json wrote.", exists=True, dir_okay=False),
+        typer.Option(metavar="FILE", help="Compare with this profile, written by --json.", exists=True, dir_okay=False),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the profile as JSON, too.", dir_okay=False)
+        Path | None, typer.Option(metavar="FILE", help="Also write the profile as JSON.", dir_okay=False)
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it all to one page with a timeline.", dir_okay=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write everything to one HTML page, with a timeline.", dir_okay=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Tell what a training step of RECIPE spends its time on, and what to change first.
+    """Show what a training step of RECIPE spends its time on, and what to change first.
 
-    Trains a few steps exactly as `pronghorn train` would, under torch's profiler, and sorts every millisecond by cause:
-    products, attention, LoRA, norms, loss, optimiser, copies, idle device, waiting for data. Nothing is written to the
-    recipe's output folder and nothing is saved. Works on a CPU, too.
+    It trains a few steps exactly as `pronghorn train` does, under torch's profiler, and sorts every millisecond by
+    cause: products, attention, LoRA, norms, loss, optimiser, copies, idle device, waiting for data. It saves nothing
+    and leaves the recipe's output folder alone. It works on a CPU, too.
 
     [bold]Examples[/]
 

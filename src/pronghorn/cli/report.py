@@ -15,22 +15,22 @@ from pronghorn.errors import ConfigError
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Output folders of finished runs, or their run.json.")
+        list[Path], typer.Argument(metavar="RUN...", help="Output folders of finished runs, or their run.json files.")
     ],
     html: Annotated[
         Path | None,
         typer.Option(
             "--html",
             metavar="PATH",
-            help="Where the comparison of several runs goes. Without it: comparison.html.",
+            help="Page to write the comparison to. By default comparison.html.",
             dir_okay=False,
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write RUN's report.html from its run.json, over an earlier one; of several runs one page that compares them.
+    """Write RUN's report.html again from its run.json, or compare several runs on one page.
 
-    A comparison has their losses, speeds and memory, and the settings that differ.
+    The comparison shows their losses, speeds and memory, and the settings that differ.
 
     [bold]Examples[/]
 

@@ -25,26 +25,28 @@ def train(
     overrides: Overrides = None,
     allow: Annotated[
         bool,
-        typer.Option("--allow", help="Go on with an unfinished run although its recipe or data changed."),
+        typer.Option("--allow", help="Continue an unfinished run even if its recipe or data changed."),
     ] = False,
     allow_older: Annotated[
         bool,
-        typer.Option("--allow-older", help="Where the newest checkpoint is damaged, go on from the one before."),
+        typer.Option("--allow-older", help="If the newest checkpoint is damaged, continue from the one before."),
     ] = False,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=1, help="GPUs of this machine to train on, as launch.gpus; default: all."),
+        typer.Option(
+            "--gpus", min=1, help="Number of GPUs to train on, like launch.gpus. By default all of this machine."
+        ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the run that the output folder holds, and begin anew.")
+        bool, typer.Option("--overwrite", help="Delete the run in the output folder and start again.")
     ] = False,
-    paths: Annotated[bool, typer.Option("--paths", help="List every path that was taken, and why.")] = False,
+    paths: Annotated[bool, typer.Option("--paths", help="List every path that training took, and why.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train what RECIPE says, and leave the adapter (or model), run.json and report.html in its output folder.
+    """Train what RECIPE says, and write the adapter (or model), run.json and report.html to its output folder.
 
-    The held-out loss is measured before and after, so the run says itself whether it helped. Ctrl-C, SIGTERM and a
-    dropped connection save a checkpoint and leave; the same command goes on from there, and after a crash from the
+    The held-out loss is measured before and after training, so you see whether it helped. Ctrl-C, SIGTERM and a dropped
+    connection save a checkpoint first. The same command then continues from it; after a crash it continues from the
     newest checkpoint.
 
     [bold]Examples[/]

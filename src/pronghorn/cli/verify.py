@@ -27,7 +27,8 @@ def verify(
     recipe: Annotated[
         Path | None,
         typer.Argument(
-            metavar="RECIPE|RUN", help="YAML file that says what is trained, and on what; with --served a finished run."
+            metavar="RECIPE|RUN",
+            help="YAML file that says what to train, and on which data. With --served: a finished run.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -35,40 +36,46 @@ def verify(
         str | None,
         typer.Option(
             metavar="SHAPE|PATH|NAME",
-            help="Instead of RECIPE: a known shape with random weights, or a folder. With --served: the name there.",
+            help="Instead of RECIPE: a known shape with random weights, or a folder. With --served: the model's name.",
         ),
     ] = None,
     served: Annotated[
-        str | None, typer.Option(metavar="URL", help="Compare a running server's model with what RUN trained.")
+        str | None, typer.Option(metavar="URL", help="Compare the model of this running server with what RUN trained.")
     ] = None,
     format: Annotated[
-        str, typer.Option(help="With --served: what the server's weights are stored as; its limits are taken.")
+        str, typer.Option(help="With --served: the format of the server's weights, which decides the limits.")
     ] = "merged",
     timeout: Timeout = 60.0,
     api_key: ApiKey = None,
     method: Method = "lora",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="With --model: in what numbers. With --served float32 is what the server computes in."),
+        typer.Option(help="With --model: dtype of the weights. With --served: float32 if the server computes in it."),
     ] = "auto",
-    compute: Annotated[ComputeName, typer.Option(help="With --model: in what frozen weights multiply.")] = "dtype",
-    tokens: Annotated[int, typer.Option(min=16, help="Of the first packed row; the second has half as many.")] = 2048,
+    compute: Annotated[
+        ComputeName, typer.Option(help="With --model: in what dtype frozen weights multiply.")
+    ] = "dtype",
+    tokens: Annotated[
+        int, typer.Option(min=16, help="Tokens of the first packed row. The second has half as many.")
+    ] = 2048,
     seed: Seed = 0,
     checkpoints: Checkpoints = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """Compare the packed path with plain transformers and PEFT, on your own model and data.
 
-    Loss, logits and every gradient against float32, one document at a time; what each layer's attention sees; packed
-    documents against each alone; the same batch twice; merged weights; what was saved, loaded again. A difference may
-    be twice what plain transformers in the same dtype is off by. Ends with code 1 if a check fails, and names the
-    likely cause. Nothing of yours is changed. A large model is upcast a layer at a time. Products in 8 bits are
-    compared with those of the same operands. Without a recipe --model says what to compare, and --method, --dtype,
-    --compute, --seed and --checkpoints how it is made.
+    It compares loss, logits and every gradient with float32, one document at a time. It checks what each layer's
+    attention sees, packed documents against each one alone, the same batch twice, merged weights, and what is saved and
+    loaded again. A difference may be twice the error of plain transformers in the same dtype. If a check fails, the
+    command names the likely cause and ends with code 1. It changes none of your files.
 
-    With --served a server's model (vLLM, SGLang, llama-server, Ollama) is compared with what a run trained instead:
-    token ids of rendered conversations, log-probabilities, greedy answers, and that generation stops.
+    A large model is upcast one layer at a time. Products in 8 bits are compared with exact products of the same
+    operands. Without a recipe, --model says what to compare, and --method, --dtype, --compute, --seed and --checkpoints
+    say how it is made.
+
+    With --served it compares the model of a server (vLLM, SGLang, llama-server, Ollama) with what a run trained: token
+    ids of rendered conversations, log-probabilities, greedy answers, and where generation stops.
 
     [bold]Examples[/]
 
