@@ -256,12 +256,12 @@ def gradients(model: Any, row: dict[str, Any], device: str, scale: float) -> dic
 
 
 def mean_of(losses: list[float]) -> float | None:
-    """Return the mean loss; None where one is no number, as in float16 beyond its range."""
+    """Return the mean loss; None where one is not a number, as in float16 beyond its range."""
     return round(statistics.mean(losses), 4) if all(map(math.isfinite, losses)) else None
 
 
 def interval(values: list[float]) -> dict[str, float | None]:
-    """Return the mean and half the width of its 95 % interval; None where a loss is no number."""
+    """Return the mean and half the width of its 95 % interval; None where a loss is not a number."""
     if not all(map(math.isfinite, values)):
         return {"mean": None, "half": None}
     half = T_95.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

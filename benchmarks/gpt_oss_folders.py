@@ -117,7 +117,7 @@ def main(given: argparse.Namespace) -> None:
     """Write what isn't there yet."""
     shape = shape_of(given.shape)
     if shape is None or shape["model_type"] != "gpt_oss":
-        raise ConfigError(f"--shape {given.shape} is no gpt-oss", "use gpt-oss-20b, gpt-oss-120b or tiny-gpt-oss")
+        raise ConfigError(f"--shape {given.shape} is not a gpt-oss", "use gpt-oss-20b, gpt-oss-120b or tiny-gpt-oss")
     given.checkpoints.mkdir(parents=True, exist_ok=True)
     for name, make, stored in (("mxfp4", in_mxfp4, MXFP4), ("nf4", in_nf4, NF4)):
         folder = given.checkpoints / f"{given.shape}-{name}"

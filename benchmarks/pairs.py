@@ -223,7 +223,7 @@ class PairedRunner:
             self._stop(result.label)
             if isinstance(error, OutOfMemory) and shares:
                 raise
-            self.log(str(error))  # with its output, which is no part of a result
+            self.log(str(error))  # with its output, which is not part of a result
             self._fail(result, error.problem)
 
     def _shares_memory(self, result: CandidateResult) -> bool:

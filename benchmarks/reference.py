@@ -86,7 +86,7 @@ def gradient_errors(parameters: dict[str, Tensor], reference: Reference) -> tupl
     """
     errors, norms = {}, {}
     with safe_open(reference.gradients, "pt", device=str(device())) as file:
-        for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
+        for name in file.keys():  # noqa: SIM118  a safetensors file is not a mapping
             right = file.get_tensor(name)
             ours = parameters[name].grad if name in parameters else None
             errors[name] = (right if ours is None else ours.detach().float() - right).norm().item()
@@ -98,7 +98,7 @@ def gradient_cosines(parameters: dict[str, Tensor], reference: Reference) -> dic
     """Return the cosine between each kept tensor's gradient and the reference's; 0 where one is missing."""
     cosines = {}
     with safe_open(reference.gradients, "pt", device=str(device())) as file:
-        for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
+        for name in file.keys():  # noqa: SIM118  a safetensors file is not a mapping
             right = file.get_tensor(name).flatten()
             ours = parameters[name].grad if name in parameters else None
             similar = 0.0 if ours is None else torch.cosine_similarity(ours.detach().float().flatten(), right, dim=0)

@@ -70,7 +70,7 @@ def collect(paths: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
     rows, notes = [], []
     for path in paths:
         if not path.exists():
-            raise ConfigError(f"{path} is no file and no folder", "give result files, or the folder they are in")
+            raise ConfigError(f"{path} is neither a file nor a folder", "give result files, or the folder they are in")
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
             of_file = [row for result in read_results(file) if (row := _row(result, file)) is not None]
             if not of_file and file is path:
@@ -262,12 +262,12 @@ def render(table: pd.DataFrame, page: Path, plots: Path) -> dict[Path, bytes]:
     """Return the files as they should be, the page first.
 
     Raises:
-        ConfigError: the page is no file, or its markers are wrong.
+        ConfigError: the page is not a file, or its markers are wrong.
     """
     from benchmarks.plots import draw
 
     if not page.is_file():
-        raise ConfigError(f"{page} is no file", "name the file with the markers by --page")
+        raise ConfigError(f"{page} is not a file", "name the file with the markers by --page")
     figures = {plots / name: content for name, content in draw(table).items()}
     folder = Path(os.path.relpath(plots, page.parent)).as_posix()
     times = [f"![Time of a step]({folder}/{path.name})" for path in figures if path.name.startswith("step-")]

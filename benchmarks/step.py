@@ -114,7 +114,7 @@ def candidates_of(options: StepOptions, spec: Spec) -> list[CandidateResult]:
         raise ConfigError(f"--repeats {options.repeats} is below 1", "time at least one step, 20 is common")
     for name, python in options.pythons.items():
         if shutil.which(python) is None:
-            raise ConfigError(f"--python {name}={python} is no program", "give the path of an interpreter")
+            raise ConfigError(f"--python {name}={python} is not a program", "give the path of an interpreter")
     for name in (*options.against, *options.pythons):
         if name not in CANDIDATES:
             raise ConfigError(f"candidate {name!r} is unknown", f"use some of {', '.join(CANDIDATES)}")

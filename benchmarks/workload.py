@@ -68,13 +68,13 @@ def document_lengths(lengths: str, tokens: int) -> Callable[[random.Random], int
     path = Path(lengths)
     if not path.is_file():
         remedy = "use one, lognormal, or a JSON file with a list of lengths"
-        raise ConfigError(f"lengths {lengths!r} is no file", remedy)
+        raise ConfigError(f"lengths {lengths!r} is not a file", remedy)
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path} is not JSON ({error})", "give a JSON list of document lengths") from error
     if not isinstance(known, list) or not known or not all(type(n) is int and n > 0 for n in known):
-        raise DataError(f"{path} is no list of positive integers", "give a JSON list of document lengths in tokens")
+        raise DataError(f"{path} is not a list of positive integers", "give a JSON list of document lengths in tokens")
     fitting = [n for n in known if 1 < n <= tokens]  # a document of one token has no label
     if not fitting:
         raise DataError(f"{path}: none of {len(known)} documents has 2 to {tokens} tokens", "raise --tokens")

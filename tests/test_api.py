@@ -197,8 +197,8 @@ def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seq_length": 0}, "max_seq_length 0 is no positive number"),
-        ({"max_seq_length": -5}, "max_seq_length -5 is no positive number"),
+        ({"max_seq_length": 0}, "max_seq_length 0 is not a positive number"),
+        ({"max_seq_length": -5}, "max_seq_length -5 is not a positive number"),
         ({"max_seq_length": 513}, "max_seq_length 513 > 512, .*: use max_seq_length <= 512"),
         ({"dtype": "float8"}, "dtype 'float8' is unknown: use one of float32, bfloat16, float16"),
         ({"dtype": torch.int8}, "dtype torch.int8 is unknown"),
@@ -333,7 +333,7 @@ def test_adapters_on_the_head_are_refused(stories: Path, target: str) -> None:
 @pytest.mark.parametrize("kind", ["AutoModelForSequenceClassification", "AutoModel"])
 def test_adapters_on_what_is_no_causal_lm_are_refused(stories: Path, kind: str) -> None:
     model = getattr(transformers, kind).from_pretrained(stories)
-    with pytest.raises(UnsupportedError, match="is no causal language model"):
+    with pytest.raises(UnsupportedError, match="is not a causal language model"):
         FastLanguageModel.get_peft_model(model, r=4)
     assert not any("lora" in name for name, _ in model.named_modules())
 
@@ -349,11 +349,11 @@ def test_bad_adapters(stories: Path) -> None:
         ),
         (["proj"], "target module 'proj' is not in the model"),
         ("q_proj", r"'q_proj' matches no module: a string is a regular expression .*give a list, e\.g\. \['q_proj'\]"),
-        ("(", r"'\(' is no regular expression"),
+        ("(", r"'\(' is not a regular expression"),
         ([], "names no module"),
-        (["q_proj", "self_attn"], "'self_attn' is no linear: use some of q_proj"),
-        (["rotary_emb"], "'rotary_emb' is no linear"),
-        (r".*self_attn.*", r"'model\.layers\.0\.self_attn' is no linear"),
+        (["q_proj", "self_attn"], "'self_attn' is not a linear: use some of q_proj"),
+        (["rotary_emb"], "'rotary_emb' is not a linear"),
+        (r".*self_attn.*", r"'model\.layers\.0\.self_attn' is not a linear"),
     ):
         with pytest.raises(ConfigError, match=message):
             FastLanguageModel.get_peft_model(model, target_modules=wrong)
@@ -363,17 +363,17 @@ def test_bad_adapters(stories: Path) -> None:
     with pytest.raises(ConfigError, match=r"modules_to_save 'layers\.9\.norm' is not in the model"):
         FastLanguageModel.get_peft_model(model, modules_to_save=["layers.9.norm"])
     for options, message in (
-        ({"target_modules": [1]}, r"target_modules = \[1\] is no list of names"),
-        ({"modules_to_save": [1]}, r"modules_to_save = \[1\] is no list of names"),
-        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern 'q_proj': '8' is no module's name with a whole number"),
-        ({"rank_pattern": {"q_proj": 8.0}}, "rank_pattern 'q_proj': 8.0 is no module's name with a whole number"),
+        ({"target_modules": [1]}, r"target_modules = \[1\] is not a list of names"),
+        ({"modules_to_save": [1]}, r"modules_to_save = \[1\] is not a list of names"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern 'q_proj': '8' is not a module's name with a whole number"),
+        ({"rank_pattern": {"q_proj": 8.0}}, "rank_pattern 'q_proj': 8.0 is not a module's name with a whole number"),
         ({"rank_pattern": {"q_proj": 0}}, "'q_proj' gives 0, no number above 0"),
-        ({"alpha_pattern": {1: 8}}, "alpha_pattern 1: 8 is no module's name with a number"),
-        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern 'q_proj': None is no module's name with a number"),
+        ({"alpha_pattern": {1: 8}}, "alpha_pattern 1: 8 is not a module's name with a number"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern 'q_proj': None is not a module's name with a number"),
         ({"alpha_pattern": {"q_proj": float("nan")}}, "'q_proj' gives nan, no number above 0"),
-        ({"target_parameters": "mlp.experts.down_proj"}, r"target parameter 'mlp\.experts\.down_proj' is no weight"),
-        ({"lora_alpha": float("nan")}, "lora_alpha = nan is no number above 0"),
-        ({"lora_alpha": float("inf")}, "lora_alpha = inf is no number above 0"),
+        ({"target_parameters": "mlp.experts.down_proj"}, r"target parameter 'mlp\.experts\.down_proj' is not a weight"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan is not a number above 0"),
+        ({"lora_alpha": float("inf")}, "lora_alpha = inf is not a number above 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             FastLanguageModel.get_peft_model(model, **options)

@@ -93,7 +93,7 @@ def test_a_manifest_can_not_name_files_outside(tmp_path: Path, name: str) -> Non
     (tmp_path / "c").mkdir()
     entry = {"bytes": 1, "xxh3_128": "0"}
     (tmp_path / "c" / state.MANIFEST).write_text(json.dumps({"schema": "m-v1", "files": {name: entry}}))
-    with pytest.raises(DataError, match="no entry"):
+    with pytest.raises(DataError, match="is not an entry"):
         state.check_manifest(tmp_path / "c", "m-v1", "delete it")
 
 

@@ -63,7 +63,9 @@ def check_distributed() -> None:
     for name in _NUMBERS:
         value = os.environ.get(name, "0")
         if not (value.isascii() and value.isdigit()):
-            raise ConfigError(f"the environment's {name}={value!r} is no number", f"unset {name}, or start by torchrun")
+            raise ConfigError(
+                f"the environment's {name}={value!r} is not a number", f"unset {name}, or start by torchrun"
+            )
     for name, harmless in (("WORLD_SIZE", "01"), ("LOCAL_RANK", "")):
         value = os.environ.get(name, "")
         if value not in ("", *harmless) and "MASTER_ADDR" not in os.environ:

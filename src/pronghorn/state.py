@@ -242,11 +242,11 @@ def check_manifest(folder: Path, schema: str, remedy: str, contents: bool = True
     table = read_json(path, schema, remedy)
     files = table.get("files")
     if not isinstance(files, dict):
-        raise DataError(f"{path}: 'files' is no table", remedy)
+        raise DataError(f"{path}: 'files' is not a table", remedy)
     for name, known in files.items():
         inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         if not inside or not isinstance(known, dict) or {"bytes", "xxh3_128"} - known.keys():
-            raise DataError(f"{path}: {name!r} is no entry of a manifest", remedy)
+            raise DataError(f"{path}: {name!r} is not an entry of a manifest", remedy)
         check_file(folder / name, known, remedy, contents)
     return table
 

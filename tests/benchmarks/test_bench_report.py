@@ -177,7 +177,7 @@ def test_bad_results(tmp_path: Path) -> None:
             with pytest.raises(kind, match=match):
                 collect([path])
 
-    with pytest.raises(ConfigError, match=r"nowhere is no file and no folder"):
+    with pytest.raises(ConfigError, match=r"nowhere is neither a file nor a folder"):
         collect([tmp_path / "nowhere"])
     with pytest.raises(DataError, match=r"no results of benchmarks\.step or \.ops"):
         collect([tmp_path])  # an empty folder
@@ -251,9 +251,9 @@ def test_the_command_refuses_in_two_lines(tmp_path: Path, readme: Path) -> None:
     results = a_bit_of_everything(tmp_path / "results")
     readme.write_text("no markers")
     for command, problem in (
-        ((tmp_path / "nowhere",), "nowhere is no file"),
+        ((tmp_path / "nowhere",), "nowhere is neither a file"),
         ((results, "--page", readme, "--plots", tmp_path / "plots"), "<!-- bench:step --> is there 0 times"),
-        ((results, "--page", tmp_path / "other.md"), "other.md is no file"),
+        ((results, "--page", tmp_path / "other.md"), "other.md is not a file"),
     ):
         done = invoke(*command)
         assert done.exit_code == 1 and problem in done.stderr and "remedy:" in done.stderr

@@ -127,7 +127,7 @@ def test_canonical_names() -> None:
         (["--model", "tiny", "--tokens", "1"], "--tokens 1 is below 2"),
         (["--model", "tiny", "--repeats", "0"], "--repeats 0 is below 1"),
         (["--model", "tiny", "--experts", "lora"], "tiny has no experts"),
-        (["--model", "tiny", "--python", "hf=/no/such/python"], "--python hf=/no/such/python is no program"),
+        (["--model", "tiny", "--python", "hf=/no/such/python"], "--python hf=/no/such/python is not a program"),
         (["--model", "tiny-moe", "--experts", "lora", "--method", "full"], "--experts lora with --method full"),
     ],
 )

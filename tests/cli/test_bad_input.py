@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
         {"data/a.jsonl": GOOD, "data/b.jsonl": '{"text": "a"}'},
         {"data": {"train": "data"}},
     ),
-    "JSON that is no list": Case(("dict instead of a list",), {"t.json": GOOD}, {"data": {"train": "t.json"}}),
+    "JSON that is not a list": Case(("dict instead of a list",), {"t.json": GOOD}, {"data": {"train": "t.json"}}),
     "ragged CSV": Case(
         ("t.csv: not valid CSV",), {"t.csv": "prompt,completion\na,b\na,b,c\n"}, {"data": {"train": "t.csv"}}
     ),
@@ -222,7 +222,7 @@ CASES: dict[str, Case] = {
     "a mixture of nothing": setting("data", "train", [], "data.train"),
     # the recipe
     "no recipe": Case(("missing.yaml does not exist",), arguments=("missing.yaml",)),
-    "a recipe that is no table": Case(("a recipe is a table of sections",), {"recipe.yaml": "- a\n- b\n"}),
+    "a recipe that is not a table": Case(("a recipe is a table of sections",), {"recipe.yaml": "- a\n- b\n"}),
     "a recipe that is not YAML": Case(("recipe.yaml line", "not YAML"), {"recipe.yaml": "model: [unclosed\n"}),
     "a recipe that is not UTF-8": Case(("recipe.yaml is not UTF-8",), {"recipe.yaml": b"model: \xff"}),
     "a key twice": Case(("line 2: key 'model' is set twice",), {"recipe.yaml": "model: {}\nmodel: {}\n"}),
@@ -243,7 +243,7 @@ CASES: dict[str, Case] = {
     "an override that is not YAML": Case(("train.max_steps=[", "not YAML"), arguments=("train.max_steps=[",)),
     # models and runs
     "a model that is nowhere": setting("model", "name", "./nothing", "./nothing"),
-    "a folder that is no model": Case(("empty",), {"empty/notes.txt": "hello"}, {"model": {"name": "empty"}}),
+    "a folder that is not a model": Case(("empty",), {"empty/notes.txt": "hello"}, {"model": {"name": "empty"}}),
     "weights cut short": Case(
         ("model.safetensors",),
         recipe={"model": {"name": "model"}},
@@ -276,8 +276,8 @@ CASES: dict[str, Case] = {
     ),
     "a part of the weights missing": model(lambda folder: split_weights(folder), "model-00002-of-", "index.json"),
     "adapters on nothing": setting("adapter", "target_modules", ["qproj"], "'qproj' is not in the model", "q_proj"),
-    "a file in the output's place": setting("train", "output", "train.jsonl", "is no folder that can be written to"),
-    "a file above the output": setting("train", "output", "train.jsonl/out", "is no folder that can be written to"),
+    "a file in the output's place": setting("train", "output", "train.jsonl", "is not a folder that can be written to"),
+    "a file above the output": setting("train", "output", "train.jsonl/out", "is not a folder that can be written to"),
     "a finished run": Case(("give the run.json of a finished run, or restore the file",), {f"out/{RECORD}": "{}"}),
     "a folder of something else": Case(("is not empty, and no run was begun there",), {"out/thesis.txt": "mine"}),
     "a run that can't be read": Case(("journal.json: not valid JSON",), {"out/journal.json": "{"}),

@@ -72,7 +72,7 @@ def ask(folder: Path, text: str | bytes, *options: str) -> Any:
 def test_both_sides_answer_from_a_pipe(trained: Path) -> None:
     result = ask(trained, "Who?\n\n/reset\n/help\nWho?\n", "--max-new-tokens", "24")
     assert result.exit_code == 0, result.output
-    first, again = result.stdout.split("Forgotten.\n/help is no command: /reset, /quit\n")
+    first, again = result.stdout.split("Forgotten.\n/help is not a command: /reset, /quit\n")
     base, trained_ = first.split("trained: ")
     assert trained_.startswith("A cat sat on a mat.") and base.startswith("base: ") and "A cat sat on a mat" not in base
     assert again.strip() == first.strip()
@@ -103,7 +103,7 @@ def test_two_columns_on_a_wide_terminal(stories: Path, tmp_path: Path, monkeypat
 
 def test_folders_that_are_no_finished_run(tmp_path: Path) -> None:
     (tmp_path / "journal.json").write_text("{}")
-    for folder, message in ((tmp_path / "none", "is no folder"), (tmp_path, "is not finished")):
+    for folder, message in ((tmp_path / "none", "is not a folder"), (tmp_path, "is not finished")):
         result = ask(folder, "")
         assert result.exit_code == 1 and message in result.stderr and "remedy: " in result.stderr
     (tmp_path / "journal.json").unlink()
@@ -213,10 +213,10 @@ def test_a_terminal_goes_on_after_a_turn_that_can_not_be_served(
 def test_a_question_that_is_no_text(answering_run: Path, monkeypatch: pytest.MonkeyPatch, question: Any) -> None:
     if isinstance(question, bytes):
         result = ask(answering_run, question)
-        assert result.exit_code == 1 and "error: the question is no text in utf-8" in result.stderr, result.exception
+        assert result.exit_code == 1 and "error: the question is not text in utf-8" in result.stderr, result.exception
         return
     monkeypatch.setattr("sys.stdin", question)
-    with pytest.raises(DataError, match=r"no text in .*surrogates not allowed"):
+    with pytest.raises(DataError, match=r"not text in .*surrogates not allowed"):
         converse(load_chat(answering_run), Console(quiet=True))
 
 

@@ -150,7 +150,7 @@ def test_a_launcher_variable_that_is_no_number(
     monkeypatch.setenv(name, value)
     result = invoke("train", str(recipe))
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
-    assert result.stderr.startswith(f"error: the environment's {name}={value!r} is no number\nremedy: unset {name}")
+    assert result.stderr.startswith(f"error: the environment's {name}={value!r} is not a number\nremedy: unset {name}")
 
 
 @pytest.mark.parametrize(

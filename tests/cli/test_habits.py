@@ -131,7 +131,7 @@ MISTAKES = {
         "a.csv", 'messages\n"[{""role"": ""user""}]"\n', "messages is '[{", "not its text (json.loads)"
     ),
     "a quote that stays open": data("a.csv", 'prompt,completion\n"a,b\nc,d\n', "not valid CSV", "mend that row"),
-    "a JSON value that is no number": data("a.jsonl", '{"text": NaN}\n', "text is float nan", "as a string"),
+    "a JSON value that is not a number": data("a.jsonl", '{"text": NaN}\n', "text is float nan", "as a string"),
     "rows in a struct": table("keys 'data' are no known format", "write each row as", data=[ROW]),
     "numbers in Parquet": table("text is int 1", "as a string", text=[1, 2]),
     "bytes in Parquet": table("text is bytes", "as a string", text=[b"\xff\xfe"]),
@@ -168,11 +168,13 @@ MISTAKES = {
     "a key of messages": key("data", "field_messages", "x", "unknown key data.field_messages", "data.columns?"),
     "a share below 0": key("data", "eval", "-5%", "data.eval = '-5%'", "a share (5%)"),
     "the tokenizer's template": key(
-        "data", "chat_template", "tokenizer_default", "no built-in template", "leave it out"
+        "data", "chat_template", "tokenizer_default", "neither a built-in template", "leave it out"
     ),
-    "a template in the recipe": key("data", "chat_template", "{{ x }}", "no built-in template", "into a .jinja file"),
+    "a template in the recipe": key(
+        "data", "chat_template", "{{ x }}", "neither a built-in template", "into a .jinja file"
+    ),
     "a template called .txt": Mistake(
-        "'t.txt' is no built-in", "name the file t.jinja", "data.chat_template=t.txt", files={"t.txt": TEMPLATE}
+        "'t.txt' is neither a built-in", "name the file t.jinja", "data.chat_template=t.txt", files={"t.txt": TEMPLATE}
     ),
     "a new token twice": key("adapter", "new_tokens", ["<a>", "<a>"], "'<a>' is named twice", "each once"),
     "a variable of the shell": key("model", "name", "${MODEL}", "don't fill in ${MODEL}", "model.name"),
@@ -324,8 +326,8 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "transformers' dtype": (lambda m: load(m, torch_dtype="float32"), "torch_dtype", "give it as dtype"),
     "transformers' quantisation": (lambda m: load(m, quantization_config={"a": 1}), "quantization_config", "=True"),
     "a classifier": (lambda m: load(m, num_labels=2), "num_labels", "AutoModelForSequenceClassification"),
-    "half a rank": (lambda m: lora(m, r=16.0), "r = 16.0 is no whole number", "r=16"),
-    "PEFT's settings for a rank": (lambda m: lora(m, settings()), "r = a LoraConfig is no number", "r=16"),
+    "half a rank": (lambda m: lora(m, r=16.0), "r = 16.0 is not a whole number", "r=16"),
+    "PEFT's settings for a rank": (lambda m: lora(m, settings()), "r = a LoraConfig is not a number", "r=16"),
     "PEFT's settings by name": (lambda m: lora(m, peft_config=settings()), "peft_config", "r=…, lora_alpha=…"),
     "a number for linears": (lambda m: lora(m, target_modules=7), "target_modules = 7", "target_modules=[NAME"),
     "a dtype that is a type": (lambda m: load(m, dtype=float), "is unknown", "float32, bfloat16"),

@@ -94,7 +94,7 @@ MISTAKES = {
         "q4_k_m",
     ),
     "an export's format": call(
-        "'safetensors' is no format", "merged, adapter", "export", "model", "--to", "safetensors"
+        "'safetensors' is not a format", "merged, adapter", "export", "model", "--to", "safetensors"
     ),
     "a report of nothing": call("out does not exist", "a finished run", "report", "out"),
     "a recipe to convert": call("no known configuration", "pronghorn init", "convert", "recipe.yaml"),

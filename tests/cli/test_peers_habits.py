@@ -174,9 +174,11 @@ MISTAKES = {
     "OpenAI's format": value("data", "format", "openai", "data.format: messages"),
     "Axolotl's completion": value("data", "format", "completion", "text for whole texts"),
     "preferences as a format": value("data", "format", "dpo", "pronghorn docs preference-training"),
-    "a template in capitals": key("data", "chat_template", "chatML", "'chatML' is no built-in", "did you mean chatml?"),
+    "a template in capitals": key(
+        "data", "chat_template", "chatML", "'chatML' is neither a built-in", "did you mean chatml?"
+    ),
     "a newer Llama's template": key(
-        "data", "chat_template", "llama-3.3", "'llama-3.3' is no", "did you mean llama-3.1?"
+        "data", "chat_template", "llama-3.3", "'llama-3.3' is neither a built-in", "did you mean llama-3.1?"
     ),
     "FSDP": value("launch", "strategy", "fsdp", "launch.strategy: sharded"),
     "DDP": value("launch", "strategy", "ddp", "launch.strategy: copies"),

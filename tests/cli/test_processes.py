@@ -244,7 +244,7 @@ def test_a_batch_script_is_written_and_shown(tmp_path: Path) -> None:
     assert "#SBATCH --nodes=2\n" in script and "--gpus-per-node=4" in script and "--job-name=my-run\n" in script
     assert f"-m pronghorn train '{file}' train.seed=1\n" in script
     assert subprocess.run(["bash", "-n", str(tmp_path / "my run.sbatch")]).returncode == 0
-    assert CliRunner().invoke(app, line).exit_code == 0, "the same script again is no conflict"
+    assert CliRunner().invoke(app, line).exit_code == 0, "the same script again is not a conflict"
     other = CliRunner().invoke(app, ["launch", "--slurm", str(file), "--gpus", "8"])
     assert other.exit_code == 1 and "is there already" in other.output and "it has other lines" in other.output
 

@@ -73,9 +73,9 @@ def test_a_server_that_is_not_there(name: str, answering_run: Path) -> None:
     run = [answering_run] if name == "verify" else []
     refused(command(name, "--served", closed_port(), *run), "nothing answers at http://127", "start the server")
     refused(command(name, "--served", "http://no.such.host.invalid", *run), "no such host", "mend the address")
-    refused(command(name, "--served", "ftp://x", *run), "'ftp://x' is no address", "give e.g. http://")
-    refused(command(name, "--served", "http://x:99999", *run), "is no address", "give e.g. http://")
-    refused(command(name, "--served", "http://me:key@x", *run), "is no address", "give e.g. http://")
+    refused(command(name, "--served", "ftp://x", *run), "'ftp://x' is not an address", "give e.g. http://")
+    refused(command(name, "--served", "http://x:99999", *run), "is not an address", "give e.g. http://")
+    refused(command(name, "--served", "http://me:key@x", *run), "is not an address", "give e.g. http://")
 
 
 def test_a_server_that_is_not_openai_compatible(engine: TransformersEngine, answering_run: Path) -> None:
@@ -157,7 +157,7 @@ def test_options_that_do_not_go_together(answering_run: Path, tmp_path: Path) ->
     refused(command("verify", "--served", "http://x", answering_run, "--format", "q9"), "'q9' is unknown", "q8_0")
     refused(command("chat", answering_run, "--served", "http://x"), "and one of them", "pronghorn chat runs/mine")
     refused(command("chat", answering_run, "--model", "x"), "name of a server's model", "leave it out")
-    refused(command("chat", tmp_path / "none"), "is no folder", "a merged folder")
+    refused(command("chat", tmp_path / "none"), "is not a folder", "a merged folder")
 
 
 def test_a_chat_with_a_server_streams_and_remembers(engine: TransformersEngine) -> None:

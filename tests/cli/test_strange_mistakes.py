@@ -196,7 +196,7 @@ MISTAKES = {
         "no weights at all", "copy or download", an_adapter_without_weights, "model.name=ad"
     ),
     "Ollama's name": key("model", "name", "llama3:8b", "model llama3:8b is neither", "owner/model"),
-    "a norm": key("adapter", "target_modules", ["input_layernorm"], "'input_layernorm' is no linear", "q_proj"),
+    "a norm": key("adapter", "target_modules", ["input_layernorm"], "'input_layernorm' is not a linear", "q_proj"),
     # files of data
     "gzip": data("a.jsonl.gz", b"\x1f\x8b", "unknown file type .gz", "unpack it"),
     "zip": data("a.zip", b"PK", "unknown file type .zip", "unpack it"),

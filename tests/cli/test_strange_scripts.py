@@ -58,11 +58,11 @@ def loaded_by_peft(model: Path) -> Any:
 SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "an argument misspelt": (lambda m: load(m, max_seq_len=64), "max_seq_len", "did you mean max_seq_length?"),
     "no name": (lambda m: FastLanguageModel.from_pretrained(None), "model_name None", "a hub name"),  # type: ignore[arg-type]
-    "a rank in quotes": (lambda m: lora(m, r="16"), "r = '16' is no number", "r=16"),
+    "a rank in quotes": (lambda m: lora(m, r="16"), "r = '16' is not a number", "r=16"),
     "dropout of everything": (lambda m: lora(m, lora_dropout=1.0), "lora_dropout = 1.0", "0.05"),
     "a bias unknown": (lambda m: lora(m, bias="some"), "bias = 'some'", "'lora_only'"),
     "LLaMA-Factory's name for it": (lambda m: lora(m, lora_rank=8), "lora_rank", "as r"),
-    "a norm": (lambda m: lora(m, target_modules=["norm"]), "'norm' is no linear", "q_proj"),
+    "a norm": (lambda m: lora(m, target_modules=["norm"]), "'norm' is not a linear", "q_proj"),
     "without the MLPs": (lambda m: lora(m, finetune_mlp_modules=False), "finetune_mlp_modules", "target_modules"),
     "both of from_pretrained's": (
         lambda m: FastLanguageModel.get_peft_model(load(m)),
@@ -83,7 +83,7 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "a model to resume from": (
         lambda m: trainer(lora(m)).train(resume_from_checkpoint=str(m)),
-        "no checkpoint to resume from",
+        "not a checkpoint to resume from",
         "checkpoint-N",
     ),
     "adapters and peft_config": (lambda m: trainer(lora(m), peft_config=object()), "peft_config", "leave peft_config"),

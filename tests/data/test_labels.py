@@ -162,7 +162,7 @@ def test_bad_templates_are_refused(tmp_path: Path) -> None:
     for choice, says in (
         (
             "llama",
-            f"'llama' is no built-in template, and no .jinja file: set it to {', '.join(BUILT_IN)} or the path",
+            f"'llama' is neither a built-in template nor a .jinja file: set it to {', '.join(BUILT_IN)} or the path",
         ),
         ("no.jinja", "'no.jinja' does not exist"),
         (str(tmp_path / "empty.jinja"), "is empty"),
@@ -365,7 +365,7 @@ def test_a_run_saves_the_template_that_it_was_trained_with(shared: Path, tmp_pat
     assert saved.chat_template == template.read_text()
     table["data"]["chat_template"] = "llama"
     table["train"]["output"] = tmp_path / "other"
-    with pytest.raises(ConfigError, match=r"data\.chat_template 'llama' is no built-in template"):
+    with pytest.raises(ConfigError, match=r"data\.chat_template 'llama' is neither a built-in template"):
         run(Recipe.model_validate(table), Console(quiet=True))
 
 

@@ -253,7 +253,7 @@ def test_bad_paths_and_columns(tmp_path: Path) -> None:
     turned = r"'question', but the file's keys stand last: write data\.columns: \{prompt: question\}"
     with pytest.raises(DataError, match=turned):
         read_rows(path, {"question": "prompt"})
-    with pytest.raises(DataError, match=r"data\.columns renames 'promt', which is no key: did you mean 'prompt'\?"):
+    with pytest.raises(DataError, match=r"data\.columns renames 'promt', which is not a key: did you mean 'prompt'\?"):
         read_rows(path, {"promt": "question"})
     with pytest.raises(DataError, match="line 1: no 'answer' among its keys 'prompt', 'completion': mend data"):
         read_rows(path, {"completion": "answer"})

@@ -343,7 +343,7 @@ def test_modules_are_named_by_the_family_s_spec() -> None:
 
 
 def test_experts_with_adapters(recipe: Any, stories: Path, tmp_path: Path) -> None:
-    """Their gate is no product, and only products with a rank are LoRA's."""
+    """Their gate is not a product, and only products with a rank are LoRA's."""
     adapter = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "lora_dropout": 0.0}
     model = saved("qwen3_moe", stories, tmp_path / "model")
     found = profile(Recipe.load(recipe(model=model, adapter=adapter)), QUIET, steps=1, warmup=1)

@@ -65,7 +65,7 @@ def test_a_server_that_leaves_the_adapter_out_is_caught(answering_run: Path, tmp
 def test_a_server_that_does_not_start_is_told(answering_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ServerError, match=r"vLLM doesn't serve .*: No module named vllm"):
         export_run(answering_run, "merged", tmp_path / "out", "q8_0", vllm=python(tmp_path, "fails"))
-    with pytest.raises(ConfigError, match="is no interpreter"):
+    with pytest.raises(ConfigError, match="is not an interpreter"):
         export_run(answering_run, "merged", tmp_path / "out", "q8_0", vllm=tmp_path / "none")
     assert not (tmp_path / "out").exists()
 
@@ -101,5 +101,5 @@ def test_a_server_ends_with_whoever_started_it(answering_run: Path, tmp_path: Pa
 def test_formats_that_vllm_does_not_read_are_refused(answering_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--vllm with --to gguf: use --to merged, adapter, served-adapter"):
         export_run(answering_run, "gguf", tmp_path / "out", "q8_0", vllm=python(tmp_path))
-    with pytest.raises(ConfigError, match="--to 'vllm' is no format: use merged, or served-adapter"):
+    with pytest.raises(ConfigError, match="--to 'vllm' is not a format: use merged, or served-adapter"):
         export_run(answering_run, "vllm", tmp_path / "out", "q8_0")

@@ -105,7 +105,7 @@ def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
         write_fp8_checkpoint(tmp_path / "plain", folder)
     with pytest.raises(UnsupportedError, match="is quantised already"):
         write_fp8_checkpoint(folder, tmp_path / "again")
-    with pytest.raises(ConfigError, match="is no folder of a whole model"):
+    with pytest.raises(ConfigError, match="is not a folder of a whole model"):
         write_fp8_checkpoint(tmp_path / "nowhere", tmp_path / "again")
     plain(tmp_path / "experts", "qwen3_moe")
     with pytest.raises(UnsupportedError, match="has experts"):

@@ -81,7 +81,7 @@ def model_folder(model: Any, tokenizer: Any, folder: Path) -> Path:
 @needs_llama_cpp
 @pytest.mark.slow
 def test_an_adapter_merged_into_experts_in_4_bits(stories: Path, tmp_path: Path) -> None:
-    """The base itself is no plain checkpoint, which is told. Of its experts mxfp4 is what q8_0 is."""
+    """The base itself is not a plain checkpoint, which is told. Of its experts mxfp4 is what q8_0 is."""
     mxfp4_checkpoint(tmp_path / "base", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, vocab_size=512)
     tokenizer = AutoTokenizer.from_pretrained(stories)
     tokenizer.save_pretrained(tmp_path / "base")

@@ -72,14 +72,14 @@ def test_without_a_token_nothing_is_asked(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["me/mine/more", "a b", "me/", "", "-me/x", "me/x.git"])
 def test_a_name_that_is_none_is_refused(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of a repository"):
+    with pytest.raises(ConfigError, match="is not a name of a repository"):
         push_folder(folder, name, token=TOKEN, endpoint="http://127.0.0.1:9")
 
 
 def test_a_folder_that_is_no_export_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match="is no exported folder: give a merged folder"):
+        with pytest.raises(ConfigError, match="is not an exported folder: give a merged folder"):
             push_folder(folder, "me/mine", token=TOKEN)
 
 

@@ -101,4 +101,4 @@ def test_what_has_no_other_base_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--onto original of a run whose base was not quantised"):
         export_run(run, "merged", None, "q8_0", onto="original")
     done = CliRunner().invoke(app, ["export", str(run), "--onto", "base"])
-    assert done.exit_code == 1 and "--onto 'base' is no base" in done.stderr and "seen, original" in done.stderr
+    assert done.exit_code == 1 and "--onto 'base' is not a base" in done.stderr and "seen, original" in done.stderr

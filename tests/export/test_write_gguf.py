@@ -360,7 +360,7 @@ def test_an_export_that_is_not_what_was_trained_is_not_published(
 
 
 def test_what_cannot_be_exported(stories: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'onnx' is no format: use one of merged, adapter"):
+    with pytest.raises(ConfigError, match="'onnx' is not a format: use one of merged, adapter"):
         export_run(stories, "onnx", tmp_path / "out", "q8_0")
     with pytest.raises(ConfigError, match=r"the run has no adapter.*use --to merged"):
         export_run(stories, "adapter", tmp_path / "out", "q8_0")

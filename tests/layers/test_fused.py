@@ -416,7 +416,7 @@ def test_weights_merged_with_room_for_adapters_stay() -> None:
 
 
 def test_nothing_is_put_together_for_layers_that_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LayerBuilder, "_reason", lambda *_: "head_dim 80 is no power of two")
+    monkeypatch.setattr(LayerBuilder, "_reason", lambda *_: "head_dim 80 is not a power of two")
     model = with_adapters(tiny_model("llama"))
     attach(model, layers="fused").merge_weights()
     model(**packed_row(LENGTHS, ROW))

@@ -130,7 +130,7 @@ def test_nothing_labelled_is_no_loss() -> None:
 FORWARD, BACKWARD = "register_forward_hook", "register_full_backward_hook"
 HOOKS = [(where, kind) for where in ("norm", "layers.2") for kind in (FORWARD, BACKWARD, "forward")]
 HOOKS += [("", FORWARD), ("", "forward"), ("norm", "register_forward_pre_hook")]
-"""Not the backbone's backward: its output is no tensor."""
+"""Not the backbone's backward: its output is not a tensor."""
 
 
 @pytest.mark.parametrize("where,kind", HOOKS)

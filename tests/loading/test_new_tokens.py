@@ -180,7 +180,7 @@ def test_new_tokens_are_trained_where_nothing_else_trains_them(tied: bool, whole
 
 
 def test_a_step_may_have_none_of_the_new_tokens(stories: Path, tmp_path: Path) -> None:
-    """Where head and embeddings aren't tied, their rows have no gradient then; that is no adapter that never trains."""
+    """Where head and embeddings aren't tied, their rows have no gradient then: no adapter is dead."""
     _, tokenizer = load_model(stories, max_seq_length=256)
     tiny_model("llama", vocab_size=512).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")

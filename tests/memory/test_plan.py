@@ -818,7 +818,7 @@ def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, padde
     ("arguments", "said"),
     [
         (["--device", "gtx1"], "device 'gtx1' is unknown"),
-        (["--device", "24 apples"], "--device '24 apples' is no amount of memory"),
+        (["--device", "24 apples"], "--device '24 apples' is not an amount of memory"),
         (["memory.budget=lots", "--device", "h100"], "memory.budget"),
         (["memory.budget=80GiB", "--device", "rtx4090"], "more than rtx4090 has (23.5 GiB)"),
         (["memory.budget=0GiB", "--device", "h100"], "memory.budget = '0GiB': no amount of memory"),

@@ -878,7 +878,7 @@ def test_only_causal_language_models_are_attached(kind: str) -> None:
     import transformers
 
     other = getattr(transformers, kind).from_config(tiny_model("llama").config)
-    with pytest.raises(UnsupportedError, match="is no causal language model"):
+    with pytest.raises(UnsupportedError, match="is not a causal language model"):
         attach(other)
 
 

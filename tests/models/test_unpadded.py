@@ -44,7 +44,7 @@ def adapted(model_type: str = "llama", **changes: Any) -> Any:
 
 
 def batch(model: Any, side: str = "right") -> dict[str, Tensor]:
-    """Sequences padded at one side or at both; whatever is padding is no label, and nothing is predicted from it."""
+    """Sequences padded at one side or at both; whatever is padding is not a label, and nothing is predicted from it."""
     ids = torch.randint(3, model.config.vocab_size, (len(LENGTHS), LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros_like(ids)
     for row, length in enumerate(LENGTHS):

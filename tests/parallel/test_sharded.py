@@ -46,7 +46,7 @@ QUICK = [CASES[index] for index in (0, 4, 7, 10, 12, 14, 15, 16, 17, 18, 19)]
 """Each plan, stock and fused, weights in 4 and codes in 8 bits, each kind of layer."""
 
 MOVED = ["llama", "qwen2 nf4", "qwen3_moe nf4", "llama blocks fp8"]
-"""Constants of blocks, the parts of experts in few bits and scales of rows are referred to by what is no parameter."""
+"""Constants of blocks, the parts of experts in few bits and scales of rows are read by what isn't a parameter."""
 
 
 FEW_BITS = ["llama nf4", "llama nf4 fp8", "llama blocks", "llama blocks fp8"]

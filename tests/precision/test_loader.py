@@ -134,7 +134,7 @@ def test_a_gguf_file_is_unpacked_by_rows(tmp_path: Path) -> None:
     assert stored["packed"].shape == (4, 64) and stored["packed"].rows(1, 3).shape == (2, 64)
     assert torch.allclose(stored["packed"].read(), weight, atol=0.02)
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
-    with pytest.raises(DataError, match=r"bad\.gguf is no readable GGUF file"):
+    with pytest.raises(DataError, match=r"bad\.gguf is not a readable GGUF file"):
         next(checkpoint(tmp_path / "bad.gguf"))
 
 

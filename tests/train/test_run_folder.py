@@ -320,7 +320,7 @@ def test_a_folder_of_something_else_stays_as_it_is(make: Make, tmp_path: Path) -
 def test_killed_while_the_first_journal_was_written(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it left behind is no foreign file."""
+    """What it left behind is not a foreign file."""
     replace = Path.replace
 
     def killed(path: Path, to: Path) -> Path:

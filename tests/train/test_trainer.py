@@ -785,7 +785,7 @@ def test_an_overflow_of_scaled_float16_is_left_to_the_scaler() -> None:
     run = _Watched(scaler=object())
     run(float("nan"), 0.0)  # clipping by an infinite norm: nothing moves
     run(1.0, 0.0)  # so a zero is still excused
-    run(float("nan"), 0.0)  # after movement the zero that clipping made is no dead gradient
+    run(float("nan"), 0.0)  # after movement the zero that clipping made is not a dead gradient
     run(1.0, 1.0)
     assert run.watch.skipped == 2
     with pytest.raises(TrainingError, match=r"step 5: .*: bias"):

@@ -96,7 +96,7 @@ def converse(session: ChatSession | ServedChat, console: Console) -> None:
     """Ask and answer until the input ends. A turn that can't be served is told at a terminal, which goes on.
 
     Raises:
-        PronghornError: such a turn where the input is a pipe. DataError: a question that is no text.
+        PronghornError: such a turn where the input is a pipe. DataError: a question that is not text.
     """
     typed = console.is_terminal and sys.stdin.isatty()
     if typed:
@@ -105,13 +105,13 @@ def converse(session: ChatSession | ServedChat, console: Console) -> None:
     while True:
         try:
             text = console.input("[bold]you>[/] " if typed else "").strip()
-            text.encode()  # half a surrogate pair is how some locales read a byte that is no text
+            text.encode()  # half a surrogate pair is how some locales read a byte that is not text
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
         except UnicodeError as error:
             raise DataError(
-                f"the question is no text in {sys.stdin.encoding} ({error})",
+                f"the question is not text in {sys.stdin.encoding} ({error})",
                 "give UTF-8, with PYTHONIOENCODING=utf-8 where the terminal's own encoding is another",
             ) from error
         if text == "/quit":
@@ -120,7 +120,7 @@ def converse(session: ChatSession | ServedChat, console: Console) -> None:
             session.reset()
             console.print("Forgotten.")
         elif text.startswith("/") and text[1:].isalpha():
-            console.print(f"{escape(text)} is no command: {', '.join(COMMANDS)}")
+            console.print(f"{escape(text)} is not a command: {', '.join(COMMANDS)}")
         elif text:
             try:
                 _show(session, text, console)

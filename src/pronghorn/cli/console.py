@@ -27,7 +27,7 @@ class Console(rich.console.Console):
         return super().render_str(visible(text), **options)
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
-        """Make visible what was no string when it was printed."""
+        """Make visible what was not a string when it was printed."""
         for segment in super().render(*arguments, **options):
             yield segment if segment.control else segment._replace(text=self._shown(visible(segment.text)))
 

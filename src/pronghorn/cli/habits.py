@@ -193,7 +193,7 @@ class OfRecipe(Answering):
 
 
 def _override(option: str, given: Sequence[str]) -> str | None:
-    """Return the override that an unknown option stands for, None where it is no key's name."""
+    """Return the override that an unknown option stands for, None where it is not a key's name."""
     from pronghorn.config.habits import ALIASES
     from pronghorn.config.recipe import fields
 

@@ -101,7 +101,7 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
     key, value = ".".join(path), first.get("input")
     if key in _REMOVED:
         return ConfigError(
-            f"{source}: {key} is no key of a recipe any more", f"leave it out; to measure with it: {_REMOVED[key]}"
+            f"{source}: {key} is not a key of a recipe any more", f"leave it out; to measure with it: {_REMOVED[key]}"
         )
     if key == "packing.attention" and value == "masked":
         remedy = "leave it out; to measure with it: attach(model, experimental={'masked_attention': True})"

@@ -110,7 +110,7 @@ def on_or_off(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-# strict otherwise: `true` is no number of steps, "3" neither
+# strict otherwise: `true` is not a number of steps, "3" neither
 File = Annotated[
     Path, Field(strict=False), BeforeValidator(_no_empty_path), AfterValidator(_at_home), AfterValidator(_possible)
 ]

@@ -76,7 +76,7 @@ def parse(text: str, source: str) -> Any:
     if unseen := re.search(r"^[ \t]*[\u00a0\u2000-\u200b\u3000]", text, re.MULTILINE):
         line = text.count("\n", 0, unseen.end()) + 1
         raise ConfigError(
-            f"{source} line {line}: a space that is no plain one, as web pages have", "indent by plain spaces"
+            f"{source} line {line}: a space that is not a plain one, as web pages have", "indent by plain spaces"
         )
     try:
         loader = _Loader(text)
@@ -142,7 +142,7 @@ def override_key(
     if table.setdefault(section, {}) is None:
         table[section] = {}
     if not isinstance(table[section], dict):
-        raise ConfigError(f"{shown}: {section} is no section", "write e.g. train.max_steps=3")
+        raise ConfigError(f"{shown}: {section} is not a section", "write e.g. train.max_steps=3")
     table[section][name] = parse(value, shown)
     if comment := _comment(value):
         raise ConfigError(f"{shown}: YAML leaves out {short(comment)}", f"quote the value: '{key.strip()}=\"…\"'")

@@ -172,7 +172,7 @@ class Shape:
             )
         for column in columns:
             if column not in possible and (near := get_close_matches(column, possible, n=1)):
-                raise DataError(f"data.columns renames {column!r}, which is no key", f"did you mean {near[0]!r}?")
+                raise DataError(f"data.columns renames {column!r}, which is not a key", f"did you mean {near[0]!r}?")
         what, which = "belong to no one format", ""
         if format != "auto":
             what, which = f"are not all keys of data.format {format}", f" ({keys(sum(FORMATS[format], ()))})"

@@ -121,7 +121,9 @@ def find_template(choice: str | None) -> Template | None:
             remedy = "write the template into a .jinja file, and give its path"
         elif path.is_file():
             remedy = f"name the file {path.with_suffix('.jinja')}"
-        raise ConfigError(f"data.chat_template {short(choice)} is no built-in template, and no .jinja file", remedy)
+        raise ConfigError(
+            f"data.chat_template {short(choice)} is neither a built-in template nor a .jinja file", remedy
+        )
     try:
         if not path.is_file():
             raise ConfigError(

@@ -124,9 +124,9 @@ def export_run(
         remedy = f"use one of {', '.join(FORMATS)}"
         if to in ("vllm", "sglang"):
             remedy = "use merged, or served-adapter for LoRA alone: it reads both"
-        raise ConfigError(f"--to {to!r} is no format", remedy)
+        raise ConfigError(f"--to {to!r} is not a format", remedy)
     if onto is not None and onto not in ONTO:
-        raise ConfigError(f"--onto {onto!r} is no base", f"use one of {', '.join(ONTO)}")
+        raise ConfigError(f"--onto {onto!r} is not a base", f"use one of {', '.join(ONTO)}")
     if vllm is not None and to not in BY_VLLM:
         raise ConfigError(f"--vllm with --to {to}", f"use --to {', '.join(BY_VLLM)}, or leave it out")
     if to in ("gguf", "ollama"):

@@ -120,7 +120,7 @@ class SeveralGpus:
         if strategy is not None and strategy not in names:
             raise ConfigError(f"--strategy {strategy} is unknown", f"use one of {', '.join(names)}")
         if link is not None and not 0 < link < math.inf:
-            raise ConfigError(f"--link {link} is no rate", "give GB/s between two GPUs, each way, like 450")
+            raise ConfigError(f"--link {link} is not a rate", "give GB/s between two GPUs, each way, like 450")
         if count == 1:
             if strategy not in (None, "auto") or link is not None:
                 raise ConfigError("--strategy and --link are for several GPUs", "add --gpus 2 or more")

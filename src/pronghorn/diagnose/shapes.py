@@ -167,7 +167,7 @@ SHAPES = {name: dict(zip(_FIELDS, row[:-1], strict=True)) | row[-1] for name, ro
 
 
 def shape_of(model: str) -> dict[str, Any] | None:
-    """Return a shape's fields, or None for what is no shape. NAME@12 is the shape NAME with its first 12 layers.
+    """Return a shape's fields, or None for what is not a shape. NAME@12 is the shape NAME with its first 12 layers.
 
     Raises:
         ConfigError: a number of layers that the shape hasn't.
@@ -180,7 +180,7 @@ def shape_of(model: str) -> dict[str, Any] | None:
         return shape
     most = shape["num_hidden_layers"]
     if not layers.isdecimal() or not 1 <= int(layers) <= most:
-        raise ConfigError(f"{model!r}: {layers!r} is no number of layers of {name}", f"use 1 to {most}")
+        raise ConfigError(f"{model!r}: {layers!r} is not a number of layers of {name}", f"use 1 to {most}")
     count = int(layers)
     cut: dict[str, Any] = {"num_hidden_layers": count}
     if "layer_types" in shape:

@@ -55,7 +55,7 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
     Returns:
         The folder.
     Raises:
-        ConfigError: something is there, or the source is no whole model.
+        ConfigError: something is there, or the source is not a whole model.
         UnsupportedError: a model with experts, or one that is quantised already.
         DataError: weights are missing, damaged, or not of this model.
     """
@@ -66,7 +66,7 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
     check_parts(path, config, found and found.composite, "keep the 16-bit checkpoint")
     if config is None:
         raise ConfigError(
-            f"{path} is no folder of a whole model", "merge an adapter first, with save_pretrained_merged"
+            f"{path} is not a folder of a whole model", "merge an adapter first, with save_pretrained_merged"
         )
     if quantisation_of(config):
         raise UnsupportedError(f"{path} is quantised already", "give the 16-bit checkpoint")

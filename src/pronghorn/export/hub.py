@@ -41,7 +41,7 @@ def push_folder(
     source = Path(folder)
     if not source.is_dir() or not any(path for pattern in EXPORTED for path in source.glob(pattern)):
         remedy = "give a merged folder, an adapter's or one with GGUF files; of a run, one of the folders in it"
-        raise ConfigError(f"{source} is no exported folder", remedy)
+        raise ConfigError(f"{source} is not an exported folder", remedy)
     token = check_push(repo, token)
     _check_token_is_nowhere(source, token)
     api = HfApi(endpoint=endpoint, token=token)
@@ -67,7 +67,7 @@ def check_push(repo: str, token: str | None = None) -> str:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ConfigError(f"{repo!r} is no name of a repository ({error})", "write owner/name") from error
+        raise ConfigError(f"{repo!r} is not a name of a repository ({error})", "write owner/name") from error
     found = token or get_token()
     if not found:
         raise ConfigError(

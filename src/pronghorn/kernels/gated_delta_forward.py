@@ -288,7 +288,7 @@ def check_heads(key_dim: int, value_dim: int) -> None:
     """Refuse sizes of heads that the kernels don't take.
 
     Raises:
-        UnsupportedError: one is no power of two, or below 16.
+        UnsupportedError: one is not a power of two, or below 16.
     """
     for name, size in (("linear_key_head_dim", key_dim), ("linear_value_head_dim", value_dim)):
         if size < 16 or size & (size - 1):

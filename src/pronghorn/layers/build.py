@@ -182,7 +182,7 @@ class LayerBuilder:
         if isinstance(block.kind, Attention):
             dim = module.head_dim
             if next(layer.parameters()).is_cuda and (dim < 16 or dim & (dim - 1)):
-                return f"head_dim {dim} is no power of two"
+                return f"head_dim {dim} is not a power of two"
             if block.kind.query_norm is not None and block.kind.norms_span == "head" and not block.kind.rotates(module):
                 return "norms of heads without RoPE have no kernel"
         elif isinstance(block.kind, GatedDelta):

@@ -77,7 +77,7 @@ def check_values(name: str | Path, config: Any) -> None:
     for field in ("hidden_act", "hidden_activation"):
         act = getattr(config, field, None)
         if act is not None and act not in ACT2FN:
-            raise DataError(f"{name}: {field} {act!r} is no activation that transformers knows", "mend config.json")
+            raise DataError(f"{name}: {field} {act!r} is not an activation that transformers knows", "mend config.json")
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         rope_type = kind.get("rope_type", "default")

@@ -260,7 +260,7 @@ def find_model(
     """
     if not isinstance(max_seq_length, int) or max_seq_length <= 0:
         raise ConfigError(
-            f"max_seq_length {max_seq_length!r} is no positive number", "give the tokens a packed row shall hold"
+            f"max_seq_length {max_seq_length!r} is not a positive number", "give the tokens a packed row shall hold"
         )
     if experts_in_16bit and not load_in_4bit:
         raise ConfigError(
@@ -268,7 +268,7 @@ def find_model(
         )
     if not isinstance(name, str | Path) or not str(name):
         what = repr(name) if name is None or isinstance(name, str | int) else f"is a {type(name).__name__}, and"
-        raise ConfigError(f"model_name {what} is no name", "give a folder, a .gguf file or a hub name (owner/model)")
+        raise ConfigError(f"model_name {what} is not a name", "give a folder, a .gguf file or a hub name (owner/model)")
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
     path = Path(os.path.expanduser(name))  # leaves a home that isn't there as it is
     if path.suffix == ".gguf":

@@ -68,7 +68,7 @@ def beside_config(name: str | Path, hub: dict[str, Any]) -> dict[str, Any] | Non
         return None
     stored = json_value(Path(file), "quantization")
     if not isinstance(stored, dict):
-        raise DataError(f"{file}: its quantization is no table", "copy, download or save it again")
+        raise DataError(f"{file}: its quantization is not a table", "copy, download or save it again")
     return {"quant_method": "modelopt", **stored} if stored.get("quant_algo") else None  # it may be the KV cache alone
 
 

@@ -110,5 +110,5 @@ def parse_bytes(text: str, key: str) -> int:
     factors = {"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
     found = int(float(match[1]) * factors[match[2].lower()]) if match else 0
     if found < 2**20:
-        raise ConfigError(f"{key} {text!r} is no amount of memory", "give it like 16GiB, 16GB or 900MiB")
+        raise ConfigError(f"{key} {text!r} is not an amount of memory", "give it like 16GiB, 16GB or 900MiB")
     return found

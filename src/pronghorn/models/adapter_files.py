@@ -64,18 +64,18 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
         names = table.get(field) or []
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-            raise DataError(f"{path}: {field} {str(names)[:80]} is no list of names", "save the adapter again")
+            raise DataError(f"{path}: {field} {str(names)[:80]} is not a list of names", "save the adapter again")
         if field in ("layers_pattern", "modules_to_save") or isinstance(table.get(field), str):
             _check_patterns(path, field, names)
     for field in ("rank_pattern", "alpha_pattern"):
         patterns = table.get(field) or {}
         if not isinstance(patterns, dict):
-            raise DataError(f"{path}: {field} is no table", "save the adapter again")
+            raise DataError(f"{path}: {field} is not a table", "save the adapter again")
         _check_patterns(path, field, patterns)
     try:
         copies = sum(max(end - start, 1) for start, end in table.get("layer_replication") or ())
     except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: layer_replication is no list of [start, end]", "save the adapter again") from error
+        raise DataError(f"{path}: layer_replication is not a list of [start, end]", "save the adapter again") from error
     if copies > _MOST:
         raise DataError(f"{path}: layer_replication makes {copies:,} layers, more than {_MOST:,}", "use fewer")
     return table
@@ -191,7 +191,7 @@ def check_pattern(pattern: str) -> None:
         re.compile(pattern)
         paths = _paths(re._parser.parse(pattern))  # type: ignore[attr-defined]  # the only parser of re's own language
     except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{pattern[:80]!r} is no regular expression ({error})", remedy) from error
+        raise ConfigError(f"{pattern[:80]!r} is not a regular expression ({error})", remedy) from error
     if paths > _MOST_PATHS:
         raise ConfigError(f"the regular expression {pattern[:80]!r} may take for ever to match", remedy)
 

@@ -107,7 +107,7 @@ class AttachOptions:
         if check_config(model.config).generic:
             if self.layers == "fused" or self.experimental != Experimental():
                 raise UnsupportedError(
-                    f"{model.config.model_type} is no family whose layers Pronghorn computes itself",
+                    f"{model.config.model_type} is not a family whose layers Pronghorn computes itself",
                     "leave layers and experimental out",
                 )
             return False

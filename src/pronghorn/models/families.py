@@ -21,7 +21,7 @@ check_config = family_of
 
 
 def check_subject(model: nn.Module) -> None:
-    """Refuse what is no transformers causal LM: packed rows would give a classifier one answer for all documents.
+    """Refuse what is not a transformers causal LM: packed rows would give a classifier one answer for all documents.
 
     Raises:
         UnsupportedError: another head, a model without one, or PEFT's mixed adapters.
@@ -32,7 +32,7 @@ def check_subject(model: nn.Module) -> None:
     names = {kind.__name__ for kind in type(base).__mro__}
     if not any(name.endswith("ForCausalLM") for name in names) and not names & _causal_lm_names(base):
         raise UnsupportedError(
-            f"{type(base).__name__} is no causal language model, and packed rows are made for these",
+            f"{type(base).__name__} is not a causal language model, and packed rows are made for these",
             "load it with AutoModelForCausalLM, or train it with transformers alone",
         )
 

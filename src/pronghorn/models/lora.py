@@ -74,29 +74,30 @@ def add_lora(
                 repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
             )
             what = "whole number" if isinstance(value, float) else "number"
-            raise ConfigError(f"{name} = {shown} is no {what}", f"write it as one, e.g. {name}={example}")
+            raise ConfigError(f"{name} = {shown} is not a {what}", f"write it as one, e.g. {name}={example}")
     for name, given in (("target_modules", target_modules), ("modules_to_save", modules_to_save)):
         names_only = isinstance(given, Collection) and all(isinstance(each, str) for each in given)
         if given is not None and not names_only:
-            raise ConfigError(f"{name} = {given!r} is no list of names", f"write a list, e.g. {name}=[NAME, …]")
+            raise ConfigError(f"{name} = {given!r} is not a list of names", f"write a list, e.g. {name}=[NAME, …]")
     for name, pattern in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
         if pattern is not None and not isinstance(pattern, dict):
-            raise ConfigError(f"{name} = {pattern!r} is no table", f"write e.g. {name}={{NAME: 32}}")
+            raise ConfigError(f"{name} = {pattern!r} is not a table", f"write e.g. {name}={{NAME: 32}}")
         what = "whole number" if name == "rank_pattern" else "number"
         for key, value in (pattern or {}).items():
             number = isinstance(value, int if name == "rank_pattern" else (int, float)) and not isinstance(value, bool)
             if not (isinstance(key, str) and number):
                 raise ConfigError(
-                    f"{name} {key!r}: {value!r} is no module's name with a {what}", f"write e.g. {name}={{NAME: 32}}"
+                    f"{name} {key!r}: {value!r} is not a module's name with a {what}", f"write e.g. {name}={{NAME: 32}}"
                 )
     if not 0 < lora_alpha < float("inf"):
         raise ConfigError(
-            f"lora_alpha = {lora_alpha} is no number above 0", "write e.g. lora_alpha=16: the scale is lora_alpha / r"
+            f"lora_alpha = {lora_alpha} is not a number above 0",
+            "write e.g. lora_alpha=16: the scale is lora_alpha / r",
         )
     modules_to_save = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
     target_parameters = [target_parameters] if isinstance(target_parameters, str) else target_parameters
     if not 0 <= lora_dropout < 1:
-        raise ConfigError(f"lora_dropout = {lora_dropout} is no share below 1", "write 0, the fastest, or e.g. 0.05")
+        raise ConfigError(f"lora_dropout = {lora_dropout} is not a share below 1", "write 0, the fastest, or e.g. 0.05")
     if bias not in ("none", "all", "lora_only"):
         raise ConfigError(f"bias = {bias!r} is unknown", "use 'none', 'all' or 'lora_only'")
     if hasattr(model, "peft_config"):
@@ -124,7 +125,7 @@ def add_lora(
     else:
         found = [(target, name) for target in targets for name in _named(target, names)]
     if module := next((target for target, name in found if not _adaptable(model, name)), None):
-        raise ConfigError(f"target module {module!r} is no linear", f"use some of {', '.join(own)}")
+        raise ConfigError(f"target module {module!r} is not a linear", f"use some of {', '.join(own)}")
     _check_target_parameters(model, target_parameters or (), lora_dropout, use_dora)
     leaves = [name for name, module in model.named_modules() if not [*module.children()]]
     for pattern in (rank_pattern, alpha_pattern):
@@ -225,7 +226,7 @@ def _adaptable(model: Any, name: str) -> bool:
 
 
 def check_model(model: Any, where: str) -> None:
-    """Refuse what is no model, the pair that `from_pretrained` returns among it.
+    """Refuse what is not a model, the pair that `from_pretrained` returns among it.
 
     Raises:
         ConfigError: says what it is.
@@ -387,7 +388,7 @@ def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float,
             ends = (name.split(".")[-3:] for name in names)
             known = sorted({".".join(part for part in end if not part.isdecimal()) for end in ends})
             raise ConfigError(
-                f"target parameter {target!r} is no weight of experts of this model",
+                f"target parameter {target!r} is not a weight of experts of this model",
                 f"use {' or '.join(known)}" if known else "leave target_parameters out: it has no experts",
             )
     if targets and dora:

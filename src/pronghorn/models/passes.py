@@ -99,7 +99,7 @@ def differs(old: Tensor, new: Tensor, tolerance: float, exact: bool) -> bool:
 
 
 def relative_error(value: Tensor, right: Tensor) -> float:
-    """Return the root mean square of the difference over that of what is right; infinite where it is no number."""
+    """Return the root mean square of the difference over that of what is right; infinite where it is not a number."""
     value, right = value.detach().double(), right.detach().double()
     error = (value - right).square().mean().sqrt() / right.square().mean().sqrt().clamp(min=1e-30)
     return float("inf") if error.isnan() else error.item()

@@ -36,7 +36,7 @@ def open_parts(units: Sequence[Unit], group: Any) -> str:
         for unit in units:
             own = _allocate(unit.part.numel(), device)
             unit.part = own.copy_(unit.part)
-            torch.cuda.empty_cache()  # the next one's memory is no allocator's: this one's must be the device's again
+            torch.cuda.empty_cache()  # the next one's memory isn't an allocator's: this one's must be free again
 
     def read() -> None:
         for unit in units:

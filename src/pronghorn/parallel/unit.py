@@ -84,7 +84,7 @@ def _stored(group: list[Any]) -> list[list[Tensor]]:
 
 
 class Reference(NamedTuple):
-    """An attribute by which something reads a shared tensor that is no parameter: `.to` gives it a copy instead."""
+    """An attribute by which something reads a shared tensor that is not a parameter: `.to` gives it a copy instead."""
 
     owner: Any
     name: str

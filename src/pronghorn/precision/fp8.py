@@ -77,7 +77,7 @@ class FP8Weight:
 
     @cached_property
     def columns(self) -> Tensor:
-        """s as the factor of a gradient's columns: in bfloat16, or as it is where it is no bfloat16 number."""
+        """s as the factor of a gradient's columns: in bfloat16, or as it is where it is not a bfloat16 number."""
         narrow = self.scales.bfloat16()
         return narrow if torch.equal(narrow.float(), self.scales) else self.scales
 

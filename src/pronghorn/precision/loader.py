@@ -171,7 +171,7 @@ def open_gguf(path: Path) -> Iterator[Any]:
     try:
         yield GGUFReader(str(path))
     except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
-        raise DataError(f"{path} is no readable GGUF file ({error})", "download it again") from error
+        raise DataError(f"{path} is not a readable GGUF file ({error})", "download it again") from error
 
 
 def _gguf(path: Path) -> Iterator[StoredTensor]:

@@ -49,7 +49,7 @@ LOST = {
 def refuse_preferences(task: str) -> None:
     """Refuse a task that recipes don't have."""
     raise ConfigError(
-        f"{task} is no task of a recipe",
+        f"{task} is not a task of a recipe",
         "train it by TRL's trainer on a Pronghorn model: pronghorn docs preference-training",
     )
 

@@ -89,7 +89,7 @@ class ServedChat:
 
     def pieces(self, text: str) -> Iterator[str]:
         """Yield the pieces of the reply to the user's `text` as they come. A turn that fails is not remembered, nor is
-        reasoning, which is no part of an answer's text."""
+        reasoning, which is not part of an answer's text."""
         turns = [*self.history, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         reply, thinking = "", False
@@ -180,7 +180,7 @@ def recipe_of(folder: Path) -> Recipe:
     """Return the recipe of the finished run in `folder`."""
     if not folder.is_dir():
         remedy = "give the output folder of a finished run (train.output), or a merged folder"
-        raise ConfigError(f"{folder} is no folder", remedy)
+        raise ConfigError(f"{folder} is not a folder", remedy)
     if not (folder / "run.json").exists() and (folder / "journal.json").exists():
         raise ConfigError(
             f"the run in {folder} is not finished", "run its `pronghorn train` command again to finish it"

@@ -78,14 +78,14 @@ def other_steps(folder: Path, step_rows: int) -> str | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that is no checkpoint of a trainer: a model's, an adapter's, or none.
+    """Refuse a folder that is not a checkpoint of a trainer: a model's, an adapter's, or none.
 
     Raises:
         DataError: with what to give.
     """
     if not (folder / "trainer_state.json").is_file():
         raise DataError(
-            f"{folder} is no checkpoint to resume from: it has no trainer_state.json",
+            f"{folder} is not a checkpoint to resume from: it has no trainer_state.json",
             "give a checkpoint-N folder of the trainer's output, or True for its newest",
         )
 
@@ -96,7 +96,7 @@ def verify(folder: Path, contents: bool = True) -> dict[str, Any]:
     manifest = state.check_manifest(folder, SCHEMA, remedy, contents)
     rows = manifest.get("step_rows", 1)  # which earlier versions didn't write
     if type(rows) is not int or rows < 1:
-        raise DataError(f"{folder / state.MANIFEST}: step_rows = {rows!r} is no number of rows", remedy)
+        raise DataError(f"{folder / state.MANIFEST}: step_rows = {rows!r} is not a number of rows", remedy)
     return manifest
 
 

@@ -50,7 +50,7 @@ class StepCounters:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time of what is no part of a step."""
+        """Leave out the time of what is not part of a step."""
         started, began = self._started, time.perf_counter()
         try:
             yield

@@ -25,7 +25,7 @@ def heldout_loss(model: Any, rows: PackedRows, collator: Collator, track: Any = 
 
     Ranks share the rows and all get the same mean. `track` wraps this rank's iterable, to show progress.
     """
-    # TRL switches experts' auxiliary loss on in the config: it is no part of this.
+    # TRL switches experts' auxiliary loss on in the config: it is not part of this.
     alone = {"output_router_logits": False} if has_experts(base_causal_lm(model).config) else {}
     total = torch.zeros(2, dtype=torch.float64, device=model.device)  # nats, labels
     own_rows = _share(len(rows))

@@ -158,7 +158,7 @@ def _unwritable(output: Path, error: Exception) -> ConfigError:
     """Return the error of a folder that can't be made or written to."""
     reason = getattr(error, "strerror", None) or error
     return ConfigError(
-        f"train.output: {output} is no folder that can be written to ({reason})", "choose another train.output"
+        f"train.output: {output} is not a folder that can be written to ({reason})", "choose another train.output"
     )
 
 

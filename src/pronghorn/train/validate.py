@@ -48,8 +48,8 @@ def check_old_arguments(model: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what is no data set, is empty, streamed where documents are packed, has columns that TRL doesn't read, or
-    holds images, videos or sounds."""
+    """Refuse what isn't a data set, is empty, streamed where documents are packed, has columns that TRL doesn't read,
+    or holds images, videos or sounds."""
     several = isinstance(given, dict) and name == "eval_dataset"
     for dataset in given.values() if several else [given]:
         if dataset is None and name == "eval_dataset":
@@ -354,7 +354,7 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
         if (value := getattr(args, name)) < 1:
             raise ConfigError(f"{name} = {value} is below 1", "give the rows of a step: 1 is the least")
         if value != int(value):
-            raise ConfigError(f"{name} = {value} is no whole number", f"write e.g. {name}={round(value)}")
+            raise ConfigError(f"{name} = {value} is not a whole number", f"write e.g. {name}={round(value)}")
     if (path := args.chat_template_path) and Path(path).is_file() != path.endswith((".jinja", ".j2")):
         raise ConfigError(
             f"chat_template_path = {path!r} is {'no .jinja file' if Path(path).is_file() else 'not there'}",

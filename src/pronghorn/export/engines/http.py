@@ -42,7 +42,7 @@ class Server:
         except ValueError:
             valid = False
         if not valid or parts.username:
-            raise ConfigError(f"{url!r} is no address of a server", "give e.g. http://127.0.0.1:8000")
+            raise ConfigError(f"{url!r} is not an address of a server", "give e.g. http://127.0.0.1:8000")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self.timeout = timeout
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -65,7 +65,7 @@ class Server:
         return self._json(path, body)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
-        """Send JSON and yield the events of the answer, each JSON; the whole answer where it is no stream.
+        """Send JSON and yield the events of the answer, each JSON; the whole answer where it is not a stream.
 
         Raises:
             ServerError: the stream ended without saying so; Python's client doesn't tell a connection that was cut.

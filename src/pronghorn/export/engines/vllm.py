@@ -49,7 +49,7 @@ def serve_vllm(
         ServerError: vLLM doesn't serve the model; with the last words of its log.
     """
     if not python.is_file():
-        raise ConfigError(f"{python} is no interpreter", "give the python of an environment with vLLM")
+        raise ConfigError(f"{python} is not an interpreter", "give the python of an environment with vLLM")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
