@@ -776,7 +776,7 @@ def test_an_adapter_that_is_merged_already(stories: Path, tmp_path: Path) -> Non
 def test_a_full_folder_and_other_methods_are_refused(stories: Path, tmp_path: Path) -> None:
     model, tokenizer = load(stories)
     (tmp_path / "note").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         model.save_pretrained_merged(tmp_path, tokenizer)
     with pytest.raises(NotImplementedError, match="save_method 'merged_4bit'"):
         model.save_pretrained_merged(tmp_path / "new", tokenizer, save_method="merged_4bit")
@@ -784,7 +784,7 @@ def test_a_full_folder_and_other_methods_are_refused(stories: Path, tmp_path: Pa
         model.save_pretrained_merged(tmp_path / "new", tokenizer, push_to_hub=True, token="secret")
     with pytest.raises(ConfigError, match="save_method 'lora' for a model without an adapter"):
         model.save_pretrained_merged(tmp_path / "new", tokenizer, save_method="lora")
-    with pytest.raises(ConfigError, match="note is there already"):
+    with pytest.raises(ConfigError, match="note already exists"):
         model.save_pretrained_merged(tmp_path / "note", tokenizer)
     assert [p.name for p in tmp_path.iterdir()] == ["note"]
 

@@ -18,7 +18,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), state.new_file(path) as file:
         file.write(b"half")
         raise RuntimeError
-    assert state.read_json(path, "s-v1", "mend it") == {"x": 1, "schema": "s-v1"}
+    assert state.read_json(path, "s-v1", "fix it") == {"x": 1, "schema": "s-v1"}
     assert os.listdir(tmp_path) == ["a.json"]
 
 
@@ -44,8 +44,8 @@ def test_temporary_names_can_not_be_guessed_or_planted(tmp_path: Path, monkeypat
 def test_json_of_another_kind_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.json.*mend it"):
-        state.read_json(path, "s-v1", "mend it")
+    with pytest.raises(DataError, match=r"a\.json.*fix it"):
+        state.read_json(path, "s-v1", "fix it")
 
 
 def test_a_folder_takes_its_place_whole(tmp_path: Path) -> None:

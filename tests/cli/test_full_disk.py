@@ -99,7 +99,7 @@ def test_a_full_disk_under_help_is_two_lines(
 
 def test_pages_name_the_remedy_of_their_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "a.html"
-    for number, remedy in ((errno.ENOSPC, "free some space and try again"), (errno.EACCES, "mend its folder and")):
+    for number, remedy in ((errno.ENOSPC, "free some space and try again"), (errno.EACCES, "fix its folder and")):
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=remedy):
             patch.setattr("pronghorn.state.os.fsync", fails(number))
             write_text(page, "text")

@@ -130,7 +130,7 @@ MISTAKES = {
     "messages in a cell": data(
         "a.csv", 'messages\n"[{""role"": ""user""}]"\n', "messages is '[{", "not its text (json.loads)"
     ),
-    "a quote that stays open": data("a.csv", 'prompt,completion\n"a,b\nc,d\n', "not valid CSV", "mend that row"),
+    "a quote that stays open": data("a.csv", 'prompt,completion\n"a,b\nc,d\n', "not valid CSV", "fix that row"),
     "a JSON value that is not a number": data("a.jsonl", '{"text": NaN}\n', "text is float nan", "as a string"),
     "rows in a struct": table("keys 'data' are no known format", "write each row as", data=[ROW]),
     "numbers in Parquet": table("text is int 1", "as a string", text=[1, 2]),
@@ -231,12 +231,12 @@ MISTAKES = {
     "to inspect": command("inspect recipe.yaml", "No such command 'inspect'", "pronghorn data inspect?"),
     "to run": command("run recipe.yaml", "No such command 'run'", "pronghorn train?"),
     "data for a first recipe's name": command(
-        "init train.jsonl", "train.jsonl is there already", "comes first, then --data train.jsonl"
+        "init train.jsonl", "train.jsonl already exists", "comes first, then --data train.jsonl"
     ),
-    "a model for a first recipe's name": command("init model", "model is there already", "then --model model"),
+    "a model for a first recipe's name": command("init model", "model already exists", "then --model model"),
     "a conversion over a recipe": command(
         "convert a.yml",
-        "recipe.yaml is there already",
+        "recipe.yaml already exists",
         "--output OTHER.yaml",
         a_yml="base_model: a/b\nadapter: lora\ndatasets: [{path: x, type: alpaca}]\n",
     ),

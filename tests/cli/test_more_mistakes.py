@@ -79,7 +79,7 @@ MISTAKES = {
     "TRL's option": call("No such option", "model.name=gpt2", "train", "recipe.yaml", "--model_name_or_path", "gpt2"),
     "data as a recipe": call("train.jsonl is data, not a recipe", "init --data train.jsonl", "train", "train.jsonl"),
     "a script as a recipe": call("a recipe is a table", "begin with model", "train", "a.py", a_py="print('hi')\n"),
-    "a first recipe over another": call("recipe.yaml is there already", "give another name", "init", "recipe.yaml"),
+    "a first recipe over another": call("recipe.yaml already exists", "give another name", "init", "recipe.yaml"),
     "data that init can't find": call(
         "--data no.jsonl does not exist", ".jsonl", "init", "a.yaml", "--data", "no.jsonl"
     ),

@@ -230,7 +230,7 @@ MISTAKES = {
     ),
     "a padding token beyond the vocabulary": Mistake(
         "pad_token_id 99999 is outside the vocabulary of 512",
-        "mend config.json",
+        "fix config.json",
         prepare=lambda folder: _configured(folder, pad_token_id=99_999),
     ),
 }

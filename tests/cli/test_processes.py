@@ -246,12 +246,12 @@ def test_a_batch_script_is_written_and_shown(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(tmp_path / "my run.sbatch")]).returncode == 0
     assert CliRunner().invoke(app, line).exit_code == 0, "the same script again is not a conflict"
     other = CliRunner().invoke(app, ["launch", "--slurm", str(file), "--gpus", "8"])
-    assert other.exit_code == 1 and "is there already" in other.output and "it has other lines" in other.output
+    assert other.exit_code == 1 and "already exists" in other.output and "it has other lines" in other.output
 
 
 def test_a_batch_script_that_can_not_be_written(tmp_path: Path) -> None:
     line = ["launch", "--slurm", str(write_recipe(tmp_path, 16)), "--gpus", "4", "--output"]
-    for path, problem in ((tmp_path / "no" / "a.sbatch", "can't be written"), (tmp_path, "is there already")):
+    for path, problem in ((tmp_path / "no" / "a.sbatch", "can't be written"), (tmp_path, "already exists")):
         done = CliRunner().invoke(app, [*line, str(path)])
         assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.output
         assert problem in done.output and "remedy" in done.output

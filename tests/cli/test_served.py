@@ -72,7 +72,7 @@ def closed_port() -> str:
 def test_a_server_that_is_not_there(name: str, answering_run: Path) -> None:
     run = [answering_run] if name == "verify" else []
     refused(command(name, "--served", closed_port(), *run), "nothing answers at http://127", "start the server")
-    refused(command(name, "--served", "http://no.such.host.invalid", *run), "no such host", "mend the address")
+    refused(command(name, "--served", "http://no.such.host.invalid", *run), "no such host", "fix the address")
     refused(command(name, "--served", "ftp://x", *run), "'ftp://x' is not an address", "give e.g. http://")
     refused(command(name, "--served", "http://x:99999", *run), "is not an address", "give e.g. http://")
     refused(command(name, "--served", "http://me:key@x", *run), "is not an address", "give e.g. http://")

@@ -143,7 +143,7 @@ def test_a_named_format_ignores_other_keys(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", {"text": "a", "prompt": "b", "completion": "c"})
     assert read_rows(path, format="text") == [TextDocument("a", path=str(path), line=1)]
     with pytest.raises(
-        DataError, match=r"line 1: no 'instruction', 'output' among its keys 'text', .*mend data\.format"
+        DataError, match=r"line 1: no 'instruction', 'output' among its keys 'text', .*fix data\.format"
     ):
         read_rows(path, format="alpaca")
     with pytest.raises(DataError, match=r"line 1: no 'question' among its keys"):  # a typo is not an absent input

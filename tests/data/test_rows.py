@@ -243,7 +243,7 @@ def test_bad_lists(content: str | bytes, error: str, tmp_path: Path) -> None:
 
 
 def test_bad_paths_and_columns(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.jsonl: no such file: mend data\.train"):
+    with pytest.raises(DataError, match=r"absent\.jsonl: no such file: fix data\.train"):
         read_rows(tmp_path / "absent.jsonl")
     with pytest.raises(DataError, match="no data in this folder"):
         read_rows(tmp_path)
@@ -255,7 +255,7 @@ def test_bad_paths_and_columns(tmp_path: Path) -> None:
         read_rows(path, {"question": "prompt"})
     with pytest.raises(DataError, match=r"data\.columns renames 'promt', which is not a key: did you mean 'prompt'\?"):
         read_rows(path, {"promt": "question"})
-    with pytest.raises(DataError, match="line 1: no 'answer' among its keys 'prompt', 'completion': mend data"):
+    with pytest.raises(DataError, match="line 1: no 'answer' among its keys 'prompt', 'completion': fix data"):
         read_rows(path, {"completion": "answer"})
 
 

@@ -273,7 +273,7 @@ def test_a_page_is_not_written_over_another_file(recipe: Any, tmp_path: Path, mo
     path, page = recipe([chat("Hi", "Hello")]), tmp_path / "page.html"
     before = path.read_text()
     result = invoke(str(path), "--html", str(path))
-    assert result.exit_code == 1 and "is no HTML page" in result.stderr and path.read_text() == before
+    assert result.exit_code == 1 and "is not an HTML page" in result.stderr and path.read_text() == before
     assert "tokenised" not in result.output, "told before the work"
     assert invoke(str(path), "--html", str(page)).exit_code == 0
     assert invoke(str(path), "--html", str(page)).exit_code == 0

@@ -530,7 +530,7 @@ def test_command(recipe: Any, tmp_path: Path) -> None:
         refused = invoke(option, str(second))
         assert refused.exit_code == 1 and "schema 'pronghorn-profile-v0'" in refused.stderr
     assert json.loads(second.read_text()) == {"schema": "pronghorn-profile-v0"}
-    for option, place, why in (("--json", page / "x.json", "be written"), ("--html", first, "is no HTML page")):
+    for option, place, why in (("--json", page / "x.json", "be written"), ("--html", first, "is not an HTML page")):
         refused = invoke(option, str(place))
         assert refused.exit_code == 1 and why in refused.stderr and "Profiling" not in refused.stderr
     with pytest.raises(DataError, match="not valid JSON"):

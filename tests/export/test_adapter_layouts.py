@@ -153,7 +153,7 @@ def test_experts_whose_names_are_not_known_are_refused(tmp_path: Path) -> None:
 def test_a_folder_that_is_there_and_a_model_without_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_served_adapter(adapted("mixtral"), None, tmp_path / "a")
     with pytest.raises(ConfigError, match="has no adapter: export it merged"):
         write_served_adapter(tiny_model("llama"), None, tmp_path / "b")

@@ -101,7 +101,7 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
 def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
     plain(tmp_path / "plain")
     folder = write_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_fp8_checkpoint(tmp_path / "plain", folder)
     with pytest.raises(UnsupportedError, match="is quantised already"):
         write_fp8_checkpoint(folder, tmp_path / "again")

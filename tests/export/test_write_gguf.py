@@ -300,7 +300,7 @@ def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) 
     assert [file.name for file in files] == ["model-q8_0.gguf", "model-f16.gguf"] and all(map(Path.is_file, files))
     with pytest.raises(ConfigError, match="holds the tokenizer, and none is given"):
         model.save_pretrained_gguf(tmp_path / "none")
-    with pytest.raises(ConfigError, match="gguf is there already"):
+    with pytest.raises(ConfigError, match="gguf already exists"):
         model.save_pretrained_gguf(tmp_path / "gguf", tokenizer)
     for nothing in (None, []):
         with pytest.raises(ConfigError, match="names none: use 'q8_0', or a list"):
@@ -326,7 +326,7 @@ def test_an_export_is_compared_and_says_so(adapter: Path, tmp_path: Path) -> Non
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| token ids | same: " in card and "gguf 0" in card
     again = CliRunner().invoke(app, line)
-    assert again.exit_code == 1 and "is there already" in again.output
+    assert again.exit_code == 1 and "already exists" in again.output
 
 
 @pytest.mark.slow
@@ -375,7 +375,7 @@ def test_an_adapter_s_export_leaves_the_run_s_own_alone(stories: Path, tmp_path:
     tokenizer.save_pretrained(run)
     exported = export_run(run, "adapter", None, "q8_0")
     assert exported.folder == run / "exported-adapter" and (exported.folder / "adapter_config.json").is_file()
-    with pytest.raises(ConfigError, match="exported-adapter is there already"):
+    with pytest.raises(ConfigError, match="exported-adapter already exists"):
         export_run(run, "adapter", None, "q8_0")
 
 

@@ -382,7 +382,7 @@ def test_a_dataset_info_that_is_no_json_is_told(place: Path) -> None:
 def test_what_is_there_is_not_written_over(place: Path) -> None:
     (place / "recipe.yaml").write_text("mine")
     result, _, written = convert(AXOLOTL["qlora"], place)
-    assert result.exit_code == 1 and "recipe.yaml is there already" in result.output and written == "mine"
+    assert result.exit_code == 1 and "recipe.yaml already exists" in result.output and written == "mine"
 
 
 @pytest.mark.parametrize(

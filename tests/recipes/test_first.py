@@ -65,7 +65,7 @@ def test_without_anything_named_the_recipe_is_whole(place: Path) -> None:
     recipe = Recipe.load("recipe.yaml")
     assert recipe.adapter.method == "lora" and recipe.data.train == Path("my-data.jsonl")
     again = invoke("init")
-    assert again.exit_code == 1 and "recipe.yaml is there already" in again.stderr
+    assert again.exit_code == 1 and "recipe.yaml already exists" in again.stderr
 
 
 def test_what_comes_next_takes_a_path_with_spaces(place: Path) -> None:

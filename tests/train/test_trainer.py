@@ -805,7 +805,7 @@ def test_a_learning_rate_of_zero_excuses_no_step_after_movement() -> None:
 def test_a_weight_that_was_loaded_broken_is_named(
     stories: Path, documents: Dataset, tmp_path: Path, full: bool
 ) -> None:
-    """No learning rate mends it."""
+    """No learning rate fixes it."""
     model, tokenizer = adapted(stories)
     if full:
         model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=ROW, full_finetuning=True)
@@ -1262,7 +1262,7 @@ def test_padding_that_the_model_lacks_is_another_token(
 
 
 def test_arguments_are_as_they_were_after_an_error(stories: Path, documents: Dataset, tmp_path: Path) -> None:
-    """What a notebook mends and tries again still packs."""
+    """What a notebook fixes and tries again still packs."""
     model, tokenizer = adapted(stories)
     args = config(tmp_path, eval_packing=False)
     with pytest.raises(KeyError):

@@ -30,7 +30,7 @@ def _copy(name: str, output: Path, given: dict[str, Any], console: Console) -> N
     """Write a recipe that comes with the package, or list them.
 
     Raises:
-        ConfigError: none of this name, something that a copy doesn't look at, or the file is there already.
+        ConfigError: none of this name, something that a copy doesn't look at, or the file already exists.
     """
     found = recipes()
     if name == "list":
@@ -102,7 +102,7 @@ def init(
                 "train it by TRL's trainer on a Pronghorn model: pronghorn docs preference-training",
             )
         if output.exists():
-            raise ConfigError(f"{output} is there already", _instead(output))
+            raise ConfigError(f"{output} already exists", _instead(output))
         if data is not None and (address := re.match(r"[a-z]\w+:/+", str(data))):
             hub = str(data)[address.end() :].removeprefix("huggingface.co/").removeprefix("datasets/")
             raise ConfigError(f"--data {data} is an address", f"give a path, or a hub name (here perhaps {hub})")

@@ -75,7 +75,7 @@ def write_new(path: Path, text: str, otherwise: str = "give another name") -> No
             path.unlink()  # half a recipe can be a recipe
             raise
     except FileExistsError:
-        raise ConfigError(f"{path} is there already", otherwise) from None
+        raise ConfigError(f"{path} already exists", otherwise) from None
     except OSError as error:
         remedy = remedy_of(error, "give a name in a folder that is there, and that you may write to")
         raise ConfigError(f"{path} can't be written ({error.strerror})", remedy) from None

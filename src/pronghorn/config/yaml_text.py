@@ -15,7 +15,7 @@ LARGEST_FILE = 2**17
 """Characters of a recipe."""
 MOST_VALUES = 20_000
 """Values of a recipe, those that aliases repeat counted as often as they stand there."""
-_EDIT = "mend it, or quote the value"
+_EDIT = "fix it, or quote the value"
 
 
 class _Loader(yaml.SafeLoader):

@@ -128,7 +128,7 @@ def documents(
         if not entry.rows:
             raise DataError(
                 f"{source.path}: of {counted(entry.dropped, 'row')} each was dropped, the first for: {entry.errors[0]}",
-                f"mend that, or take it out of data.{split}",
+                f"fix that, or take it out of data.{split}",
             )
     if not any(entry.documents for entry in entries):
         raise DataError(

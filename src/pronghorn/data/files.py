@@ -119,7 +119,7 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         name = str(path) if len(str(path)) <= 300 else f"{str(path)[:300]}…"
         raise DataError(
-            f"{name} can't be read ({error.strerror or error})", "mend the path, its rights or the disk"
+            f"{name} can't be read ({error.strerror or error})", "fix the path, its rights or the disk"
         ) from error
 
 
@@ -234,9 +234,9 @@ def _parse(text: str, path: Path, line: int) -> Any:
 
 def _json_error(error: Exception, path: Path, line: int) -> DataError:
     if not isinstance(error, json.JSONDecodeError):
-        return DataError(f"{where(path, line)}: JSON that can't be read: {error}", "mend or delete that row")
+        return DataError(f"{where(path, line)}: JSON that can't be read: {error}", "fix or delete that row")
     start = (path.suffix.lower(), error.doc.lstrip()[:1])
-    remedy = _NOT_JSON.get(start, "mend or delete that line")
+    remedy = _NOT_JSON.get(start, "fix or delete that line")
     if error.doc.startswith(LFS):
         remedy = "that is a pointer of Git LFS: git lfs pull gets the file"
     elif start[0] == ".jsonl" and error.doc.strip() in ("{", "[{"):
@@ -299,7 +299,7 @@ def _csv(path: Path) -> Values:
         with csv.open_csv(pyarrow.BufferReader(raw), read, parse, as_text) as batches:
             yield from enumerate((value for batch in batches for value in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not valid CSV ({error})", "mend that row; rows count from the header, 1") from error
+        raise DataError(f"{path}: not valid CSV ({error})", "fix that row; rows count from the header, 1") from error
 
 
 def _parquet(path: Path) -> Values:
@@ -321,7 +321,7 @@ def _parquet(path: Path) -> Values:
         ) from error
     except OverflowError as error:
         raise DataError(
-            f"{where(path, row + 1)}: a date or time span out of Python's range ({error})", "mend or delete that row"
+            f"{where(path, row + 1)}: a date or time span out of Python's range ({error})", "fix or delete that row"
         ) from error
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(

@@ -125,7 +125,7 @@ class RowReader:
             if missing:
                 raise DataError(
                     f"{at}: no {keys(missing)} among its keys {keys(value)}",
-                    "mend data.format, data.columns (our key: the file's key) or the row",
+                    "fix data.format, data.columns (our key: the file's key) or the row",
                 )
             return self.shape
         shape = recognise(value, at)

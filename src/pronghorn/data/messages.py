@@ -154,7 +154,7 @@ def string(value: Any, name: str, at: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{at}: {name} is {show(value)}, not a string", f"give {name} as a string")
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{at}: {name} holds half a surrogate pair, which is not text", "mend its \\u escapes")
+        raise DataError(f"{at}: {name} holds half a surrogate pair, which is not text", "fix its \\u escapes")
     return value
 
 

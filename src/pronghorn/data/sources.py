@@ -110,7 +110,7 @@ def _open(source: Source) -> Any:
     if source.is_hub_name:
         with room_for(source.path.as_posix()):
             return _hub_set(source)
-    raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
+    raise DataError(f"{path}: no such file", "fix data.train or data.eval; paths start at the current directory")
 
 
 def _check_local(source: Source) -> None:
@@ -198,6 +198,6 @@ def _hub_set(source: Source) -> Any:
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
             f"{name}: no such file or folder here, and the hub gives no split `{source.split}` of it ({error})",
-            "mend the path or the name, give a list of {path, config, split, revision}, or download the set and give "
+            "fix the path or the name, give a list of {path, config, split, revision}, or download the set and give "
             "its folder",
         ) from error

@@ -127,12 +127,12 @@ def find_template(choice: str | None) -> Template | None:
     try:
         if not path.is_file():
             raise ConfigError(
-                f"data.chat_template: {short(str(path))} does not exist", "mend the path of the .jinja file"
+                f"data.chat_template: {short(str(path))} does not exist", "fix the path of the .jinja file"
             )
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"data.chat_template: {_short(path)} can't be read ({error.strerror})", "mend the path"
+            f"data.chat_template: {_short(path)} can't be read ({error.strerror})", "fix the path"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"data.chat_template: {path} is not UTF-8 ({error})", "save the file as UTF-8") from error
@@ -173,7 +173,7 @@ def render(
             **tokenizer.special_tokens_map,
         )
     except TemplateSyntaxError as error:
-        raise ConfigError(f"the chat template's line {error.lineno}: {error.message}", "mend the template") from error
+        raise ConfigError(f"the chat template's line {error.lineno}: {error.message}", "fix the template") from error
     except sandbox.LimitError as error:
         raise ConfigError(
             f"{source}: the chat template {error}", "set data.chat_template to one that you trust and that ends"
@@ -181,7 +181,7 @@ def render(
     except TemplateError as error:
         raise DataError(
             f"{source}: the chat template refuses the conversation ({_short(error)})",
-            "mend the row's roles or the template",
+            "fix the row's roles or the template",
         ) from error
     except PronghornError:
         raise

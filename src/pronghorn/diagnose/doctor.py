@@ -33,7 +33,7 @@ class Finding:
     effect: str = ""
     """What follows from it, if not ok."""
     remedy: str = ""
-    """The command that mends it, if one does."""
+    """The command that fixes it, if one does."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def render(findings: list[Finding]) -> Table:
 
     colours = {"ok": "green", "slow": "yellow", "missing": "bold red"}
     table = plain_table()
-    for name in ("Part", "Found", "Status", "What follows, and what mends it"):
+    for name in ("Part", "Found", "Status", "What follows, and what fixes it"):
         table.add_column(name, no_wrap=name in ("Part", "Status"), overflow="fold")
     for finding in findings:
         advice = Text("\n").join(filter(None, (Text(finding.effect), Text(finding.remedy, "cyan"))))

@@ -134,7 +134,7 @@ def export_run(
     recipe = None if is_export(run) else recipe_of(run)
     target = (run if run.is_dir() else run.parent) / (FORMATS[to].folder or to) if output is None else output
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
-        raise ConfigError(f"{target} is there already", "name another folder by --output, or delete it")
+        raise ConfigError(f"{target} already exists", "name another folder by --output, or delete it")
     say(f"loading {run}")
     session = load_chat(run)
     trained, tokenizer = session.models.get("trained") or session.models["model"], session.tokenizer

@@ -139,7 +139,7 @@ class Inspection:
         if dropped > HIGH_DROPPED:
             causes = []
             if self.refused:
-                causes.append(f"{self.refused:,} refused: mend them, beginning with the first that is named")
+                causes.append(f"{self.refused:,} refused: fix them, beginning with the first that is named")
             if self.left_out:
                 causes.append(f"{self.left_out:,} {self.why_left_out}: see data.overflow and model.max_seq_length")
             warnings.append(f"{dropped:.1%} of the rows are dropped ({'; '.join(causes)}).")

@@ -21,7 +21,7 @@ _NAMED: ContextVar[tuple[Path, Path] | None] = ContextVar("_NAMED", default=None
 def refuse_filled(target: Path) -> None:
     """Refuse to write a folder where something is (ConfigError)."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"{target} is there already", "choose another folder or delete it")
+        raise ConfigError(f"{target} already exists", "choose another folder or delete it")
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
             raise
         raise TrainingError(
             f"{named} can't be written ({error.strerror or error})",
-            "mend the path, its rights or the disk, or name another folder; what was there before is untouched",
+            "fix the path, its rights or the disk, or name another folder; what was there before is untouched",
         ) from error
 
 

@@ -104,7 +104,7 @@ def _plain(error: Exception, endpoint: str, repo: str, token: str) -> PronghornE
             remedy = "use a token with the right to write there, or a repository of your own"
             return ConfigError(f"the token may not write to {repo} (403{because})", remedy)
         if status == 404:
-            return ConfigError(f"{endpoint} has no place for {repo} (404{because})", "mend the owner's name")
+            return ConfigError(f"{endpoint} has no place for {repo} (404{because})", "fix the owner's name")
         if status == 409:
             return ConfigError(f"{repo} was changed meanwhile (409{because})", "push again")
         return ServerError(f"{endpoint} fails ({status}{because})", "push again later; what was pushed is whole")

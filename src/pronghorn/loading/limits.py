@@ -77,14 +77,14 @@ def check_values(name: str | Path, config: Any) -> None:
     for field in ("hidden_act", "hidden_activation"):
         act = getattr(config, field, None)
         if act is not None and act not in ACT2FN:
-            raise DataError(f"{name}: {field} {act!r} is not an activation that transformers knows", "mend config.json")
+            raise DataError(f"{name}: {field} {act!r} is not an activation that transformers knows", "fix config.json")
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         rope_type = kind.get("rope_type", "default")
         if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
             raise DataError(
                 f"{name}: rope_type {rope_type!r} is unknown",
-                f"mend config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
+                f"fix config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
             )
     vocabulary = text_config(config).vocab_size
     stops = getattr(config, "eos_token_id", None)  # transformers gives a configuration none of its own
@@ -92,11 +92,11 @@ def check_values(name: str | Path, config: Any) -> None:
         if stop is not None and not 0 <= stop < vocabulary:
             raise DataError(
                 f"{name}: the stop token {stop} (eos_token_id) is outside the vocabulary of {vocabulary:,}",
-                "mend config.json",
+                "fix config.json",
             )
     pad = getattr(text_config(config), "pad_token_id", None)
     if isinstance(pad, int) and pad >= vocabulary:
-        raise DataError(f"{name}: pad_token_id {pad} is outside the vocabulary of {vocabulary:,}", "mend config.json")
+        raise DataError(f"{name}: pad_token_id {pad} is outside the vocabulary of {vocabulary:,}", "fix config.json")
 
 
 def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: Composite | None = None) -> None:

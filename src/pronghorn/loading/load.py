@@ -217,7 +217,7 @@ def _with_adapter(base: Any, folder: str | Path) -> Any:
         raise DataError(f"{folder} has matrices of other shapes than its base model", _NAME_BASE) from error
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"the adapter in {folder} doesn't fit its base model ({error})", f"mend or save again its {CONFIG}"
+            f"the adapter in {folder} doesn't fit its base model ({error})", f"fix or save again its {CONFIG}"
         ) from error
     names = getattr(base, "_checkpoint_conversion_mapping", None)
     again = model.load_adapter(

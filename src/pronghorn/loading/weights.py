@@ -103,7 +103,7 @@ def check_quantised(config: Any, load_in_4bit: bool, experts_in_16bit: bool = Fa
         raise ConfigError(f"load_in_4bit of a checkpoint in {form.name}", "leave it out: the weights stay as they are")
     if not method and getattr(config, "quantization_config", None) is not None:
         raise DataError(
-            "the checkpoint's quantization_config has no quant_method", "download its config.json again, or mend it"
+            "the checkpoint's quantization_config has no quant_method", "download its config.json again, or fix it"
         )
     if method == "bitsandbytes" and not quantisation_of(config).get("load_in_4bit"):
         raise UnsupportedError(

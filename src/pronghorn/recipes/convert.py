@@ -43,7 +43,7 @@ def convert(path: Path) -> tuple[str, Draft]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # a text where that tool has a list, and so on
         raise ConfigError(
             f"{path}: a value is not of the kind that {tool} documents ({type(error).__name__}: {error})",
-            "mend it, or leave the key out and write it into the recipe",
+            "fix it, or leave the key out and write it into the recipe",
         ) from error
     draft.check()
     if draft.recipe["data"].get("eval") is None:

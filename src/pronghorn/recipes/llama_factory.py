@@ -145,7 +145,7 @@ def _data(draft: Draft) -> None:
                 raise ValueError("no table of data sets")
         except ValueError as error:
             raise ConfigError(
-                f"{info} can't be used: not valid JSON ({error})", "mend it, or name your data in data.train"
+                f"{info} can't be used: not valid JSON ({error})", "fix it, or name your data in data.train"
             ) from None
     for key, ours in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         names = _names(draft.take(key) or [])

@@ -37,7 +37,7 @@ def write_text(path: Path, text: str) -> Path:
     try:
         return state.write_text(path, text)
     except OSError as error:
-        remedy = state.remedy_of(error, "mend its folder and the rights there, or name another file")
+        remedy = state.remedy_of(error, "fix its folder and the rights there, or name another file")
         raise ConfigError(f"{path} can't be written ({error.strerror})", remedy) from error
 
 
@@ -49,7 +49,7 @@ def check_page(path: Path | None) -> None:
     if path.exists():
         with path.open("rb") as file:
             if not file.read(15).lower() == b"<!doctype html>":
-                raise ConfigError(f"{path} is there already and is no HTML page", "name another file")
+                raise ConfigError(f"{path} already exists and is not an HTML page", "name another file")
 
 
 def check_writable(path: Path) -> None:

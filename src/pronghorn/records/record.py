@@ -120,7 +120,7 @@ def write_table(path: Path, schema: str, table: dict[str, Any]) -> Path:
     try:
         return state.write_json(path, schema, _finite(table))
     except OSError as error:
-        remedy = state.remedy_of(error, "mend its folder and the rights there, and run the same command again")
+        remedy = state.remedy_of(error, "fix its folder and the rights there, and run the same command again")
         raise TrainingError(f"{path} can't be written ({error.strerror})", remedy) from error
 
 

@@ -1,4 +1,4 @@
-"""What the trainer mends in rows before and after TRL tokenises them, and how it collates them."""
+"""What the trainer fixes in rows before and after TRL tokenises them, and how it collates them."""
 
 from __future__ import annotations
 

@@ -119,10 +119,10 @@ class Server:
                     "look at the server's log, or give it more time (--timeout)",
                 ) from None
             if isinstance(reason, socket.gaierror):
-                raise ServerError(f"{self.url}: there is no such host", "mend the address") from None
+                raise ServerError(f"{self.url}: there is no such host", "fix the address") from None
             what = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
             raise ServerError(
-                f"nothing answers at {self.url} ({what})", "start the server, or mend the address and its port"
+                f"nothing answers at {self.url} ({what})", "start the server, or fix the address and its port"
             ) from None
 
     def _failed(self, path: str, status: int, message: str) -> Exception:
