@@ -214,8 +214,8 @@ class Packing(Section):
     attention: Literal["auto", "tiled", "flash", "per_document"] = Field("auto", description="attention backend")
     look_ahead: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
-        description="regroup the rows of this many steps so that rows of a step take alike long on several GPUs; "
-        "auto: 16 if a step's rows take unlike long, otherwise 1",
+        description="regroup the rows of this many steps so that rows of a step take about the same time on several "
+        "GPUs; auto: 16 if their times differ, otherwise 1",
     )
     graph: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = Field(
         "auto", description="launch layers as one CUDA graph; auto: if the first steps show that it pays"
