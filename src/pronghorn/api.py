@@ -96,7 +96,7 @@ class FastLanguageModel:
             trust_remote_code: run Python code that comes with the checkpoint.
             token, revision: for the hub.
         Returns:
-            (model, tokenizer); `model.max_seq_length` tells the row length to trainers.
+            (model, tokenizer); `model.max_seq_length` gives trainers the row length.
         Raises:
             ValueError: arguments that contradict each other, or files that are missing or damaged.
             NotImplementedError: a model or an argument that isn't supported, by name.
