@@ -58,8 +58,8 @@ def _lacking(where: str, missing: str, unknown: list[str]) -> ConfigError:
 
 
 class FastLanguageModel:
-    """Load, adapt, switch between training and inference, save. All methods are static; the models are transformers'
-    and PEFT's own."""
+    """Load and adapt models, switch between training and inference, and save. All methods are static. Models are
+    transformers' and PEFT's own."""
 
     @staticmethod
     @_asked_by_name
@@ -85,18 +85,18 @@ class FastLanguageModel:
         Args:
             model_name: local folder (a saved adapter's too), hub name, or `.gguf` file.
             max_seq_length: tokens of a packed row.
-            dtype: None for the device's own (bfloat16, float16 on GPUs before Ampere, float32 on the CPU).
+            dtype: None chooses by device (bfloat16, float16 on GPUs before Ampere, float32 on the CPU).
             load_in_4bit: NF4 through bitsandbytes, experts too unless `experts_in_16bit`.
             packing: attach the packed path, so that documents of a packed row are isolated.
             use_gradient_checkpointing: False keeps activations; True recomputes layers; "offload" and "unsloth"
-                recompute them, and their inputs wait in host memory; "auto" recomputes until `pronghorn.SFTTrainer`
-                knows the batch, and on CUDA then keeps what fits.
-            full_finetuning: train every weight; they are kept in float32 (the trainer computes in 16 bits).
+                recompute them, while their inputs wait in host memory; "auto" recomputes until `pronghorn.SFTTrainer`
+                knows the batch, and then on CUDA keeps what fits.
+            full_finetuning: train every weight. Weights are kept in float32 (the trainer computes in 16 bits).
             attention, compute: as in `pronghorn.attach`.
             trust_remote_code: run Python code that comes with the checkpoint.
             token, revision: for the hub.
         Returns:
-            (model, tokenizer); `model.max_seq_length` tells the row length to trainers.
+            (model, tokenizer); `model.max_seq_length` gives trainers the row length.
         Raises:
             ValueError: arguments that contradict each other, or files that are missing or damaged.
             NotImplementedError: a model or an argument that isn't supported, by name.
@@ -176,10 +176,10 @@ class FastLanguageModel:
     ) -> Any:
         """Add LoRA adapters with PEFT; the arguments are those of `peft.LoraConfig`.
 
-        `target_modules=None` adapts the family's linears (its `lora_targets`, or all that its file names); in models
-        that no file knows all that a text reaches.
-        `use_gradient_checkpointing=None` keeps what `from_pretrained` was told; `random_state` seeds the adapters only.
-        `adapter_dtype` is float32 (None) or bfloat16: of the adapters and, with torch's optimisers, of their states.
+        `target_modules=None` adapts the family's linears: its `lora_targets`, or all that its file names. In a model
+        that no file knows, it adapts all linears that a text reaches.
+        `use_gradient_checkpointing=None` keeps what `from_pretrained` was given. `random_state` seeds the adapters
+        only. `adapter_dtype` is float32 (None) or bfloat16: of the adapters and, with torch's optimisers, their states.
 
         Raises:
             ValueError: a model with an adapter, or ranks, names or numbers that make no sense.
@@ -278,10 +278,10 @@ class FastLanguageModel:
     ) -> list[Path]:
         """Merge the adapter and write GGUF files for llama.cpp, one for each method, into a new folder.
 
-        Of a model with towers the language model is written, and a warning names them.
+        For a model with towers only the language model is written, and a warning names the towers.
 
         Args:
-            quantization_method: one or some of `export.gguf.QUANTISATIONS`.
+            quantization_method: one or several of `export.gguf.QUANTISATIONS`.
         Returns:
             The files.
         Raises:

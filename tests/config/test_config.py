@@ -308,7 +308,7 @@ def recipe_page() -> str:
     lines = [
         "# The recipe",
         "",
-        "Every key of a recipe; `pronghorn train recipe.yaml section.key=value` overrides one.",
+        "Every key of a recipe. `pronghorn train recipe.yaml section.key=value` overrides one for a run.",
         "",
     ]
     section = ""

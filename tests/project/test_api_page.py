@@ -13,9 +13,9 @@ import pronghorn
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = """# Python API
 
-Everything that `pronghorn` exports. Models are transformers' and PEFT's own objects: what those libraries do with a
-model still works on one of ours. A whole script stands in the [README](../README.md#in-python), lines for those who
-come from Unsloth or TRL in [moving here](migrate.md).
+This page lists everything that `pronghorn` exports. Models are transformers' and PEFT's own objects: what those
+libraries do with a model works on ours, too. The [README](../README.md#in-python) has a whole script. If you come from
+Unsloth or TRL, see [moving here](migrate.md).
 """
 FIRST = ("FastLanguageModel", "SFTTrainer", "attach", "Handle", "Plan", "Recipe")
 """In this order, with their methods; of the other names a line each says it all."""

@@ -74,7 +74,7 @@ def coarse(tokens: int, step: int, longest_tail: int = LONGEST_TAIL) -> int:
 class PackedBatch:
     """What is the same for every layer of a packed batch of T tokens in D documents.
 
-    Built by `PackedBatch.build` (or by a `Collator`); immutable, but for what is derived on first use and kept.
+    `PackedBatch.build` (or a `Collator`) makes it. It is immutable, except for what is derived on first use and kept.
     """
 
     lengths: tuple[int, ...]
@@ -286,11 +286,11 @@ def _tensor(values: list[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes the batch dict from packed rows; several rows become one row of several times the tokens.
+    """Make the batch dict from packed rows; several rows become one row of several times the tokens.
 
     Args:
         row_tokens: every row is padded to exactly this many tokens.
-        pad_token_id: what fills the tail (None: 0); nothing attends to it and it is never a label.
+        pad_token_id: the token that fills the tail (None: 0); nothing attends to it, and it is never a label.
     """
 
     row_tokens: int

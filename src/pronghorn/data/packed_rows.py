@@ -33,11 +33,11 @@ class PackedRows(Dataset):
     """Rows of documents packed by best-fit-decreasing; row i is `{"input_ids", "labels", "lengths"}`.
 
     Args:
-        documents: each `{"input_ids": [...], "labels": [...]}` of equal length (labels unshifted, -100 where
-            unsupervised); a list or a `datasets.Dataset`. They stay readable as `documents`.
-        row_tokens: tokens a row holds at most; the collator pads it to exactly this.
+        documents: a list or a `datasets.Dataset`, each `{"input_ids": [...], "labels": [...]}` of equal length (labels
+            unshifted, -100 if unsupervised). They stay readable as `documents`.
+        row_tokens: the most tokens of a row; the collator pads it to exactly this.
         seed: of the packing.
-        alone: every document has a row of its own.
+        alone: give every document a row of its own.
     Raises:
         DataError: a document is empty, longer than a row, or has more or fewer labels than tokens.
     """

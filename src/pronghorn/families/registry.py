@@ -25,7 +25,7 @@ FAMILIES: dict[str, FamilySpec] = {spec.model_type: spec for spec in _described(
 
 
 def register_family(spec: FamilySpec) -> None:
-    """Serve models of another family from now on, in this process.
+    """Support models of another family from now on, in this process.
 
     Raises:
         ConfigError: another spec has this model type already.

@@ -68,7 +68,7 @@ class Plan:
 
     @classmethod
     def keep(cls) -> Plan:
-        """Let every layer keep its activations: the fastest plan, and the one with the most memory."""
+        """Let every layer keep its activations: the fastest plan, which takes the most memory."""
         return cls()
 
     @classmethod
@@ -78,16 +78,16 @@ class Plan:
 
     @classmethod
     def offload(cls, buffers: int = 2) -> Plan:
-        """Recompute every layer, whose input waits in host memory: the plan with the least device memory."""
+        """Recompute every layer, and keep its input in host memory: the plan that takes the least device memory."""
         return cls(policies=(Policy.OFFLOAD,), buffers=buffers)
 
     @classmethod
     def asked(cls, value: Checkpointing, budget_bytes: int | None = None, feed_forward: FeedForward = "auto") -> Plan:
         """Return the plan that a switch asks for.
 
-        False keeps, True recomputes, "offload" and "unsloth" offload, "auto" recomputes until a trainer on CUDA chooses
-        by the memory there is, or the budget. `feed_forward` "tiled" computes MLPs in tiles of rows under any of these;
-        "auto" does where `value` is "auto", too, and nothing else fits.
+        False keeps, True recomputes, "offload" and "unsloth" offload. "auto" recomputes until a trainer on CUDA chooses
+        by the budget, or the memory there is. `feed_forward` "tiled" computes MLPs in tiles of rows under any of these;
+        "auto" does so only if `value` is "auto", too, and nothing else fits.
 
         Raises:
             ConfigError: another value.
@@ -104,7 +104,7 @@ class Plan:
         return replace(cls.recompute() if value else cls.keep(), mlp_rows=rows)
 
     def by_layer(self, layers: int) -> tuple[Policy, ...]:
-        """Return one policy for each of so many layers.
+        """Return one policy for each of this many layers.
 
         Raises:
             ConfigError: the plan was made for another number of layers.

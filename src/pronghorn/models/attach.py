@@ -108,21 +108,21 @@ class Handle:
         return None if self.installed is None else self.installed.engine
 
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
-        """Return the report for steps under autocast in that dtype (None: without), which attention then sees."""
+        """Return the report for steps under autocast in that dtype, which attention then sees (None: no autocast)."""
         return render(self, autocast)
 
     def decisions(self, autocast: torch.dtype | None = None) -> Decisions:
-        """Return what the report says, as values."""
+        """Return the report's decisions as values."""
         return decide(self, autocast)
 
     def replan(self, plan: Plan | None) -> Handle:
         """Let the layers follow another plan (None: as gradient checkpointing is set).
 
-        Nothing else is attached anew: weights and what was built of them stay.
+        Nothing else is attached again: weights and everything built from them stay.
 
         Raises:
             ConfigError: the model was wrapped or sharded since, or the plan is for another number of layers.
-            UnsupportedError: these layers can't follow it; they go on with the plan before.
+            UnsupportedError: these layers can't follow it; they keep the plan before.
         """
         self._check_unchanged("choose the plan before sharding the model")
         self.options.check_codes(plan, self.layers)
@@ -155,15 +155,15 @@ class Handle:
             self.replan(before)
 
     def merge_weights(self) -> None:
-        """Merge the weights that fused layers multiply with now, and not in the first packed forward."""
+        """Merge the weights that fused layers multiply with now, instead of in the first packed forward."""
         if self.layers is not None:
             self.layers.merge_weights()
 
     def adopt_adapters(self) -> Handle:
         """Take over adapters that PEFT has added since `attach`.
 
-        Adapters on experts are read from now on. For those on linears the next packed forward merges weights again,
-        with room for them. In generic families each linear with LoRA trains by one function.
+        Adapters on experts take part from now on. For adapters on linears, the next packed forward merges weights
+        again, with room for them. In generic families, one function computes each linear with its LoRA.
         """
         if PACKING in self.model.__dict__ and self.options.fuses_lora(self.model):
             use_one_function(self.model)
@@ -174,7 +174,7 @@ class Handle:
         return self
 
     def detach(self) -> None:
-        """Give the model back as it was, weights in storages of their own; does nothing if it already is.
+        """Give the model back as it was, with weights in storages of their own; do nothing if it already is.
 
         Raises:
             ConfigError: the model was sharded (FSDP2) since; its class can't be taken back then.
@@ -219,25 +219,25 @@ def attach(
 ) -> Handle:
     """Give a model Pronghorn's packed path.
 
-    A second call with the same options returns the first handle, with adapters that PEFT has added since; another plan
+    A second call with the same options returns the first handle, with adapters that PEFT has added since. Another plan
     replaces the one before (`Handle.replan`).
 
     Args:
-        model: a causal LM of transformers, or a PEFT model around one. One that no family's file knows runs
-            transformers' own layers: `layers="fused"`, `experimental` and 8-bit `compute` are refused for it.
+        model: a causal LM of transformers, or a PEFT model around one. If no family's file knows it, it runs
+            transformers' own layers, and `layers="fused"`, `experimental` and 8-bit `compute` are refused.
         plan: what each layer keeps; None leaves the model's gradient checkpointing as it is.
-        attention: `auto` lets device, dtype and head size decide; a name asks for that backend or an error.
-        layers: `fused` computes norms, attention and MLP by `layers`, `stock` leaves them to transformers and
-            PEFT; `auto` is fused on CUDA.
-        graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
-            that it pays (`models.graph_benefit`). Never where the plan's budget has no memory for them (`Plan.graph`).
-        compute: in what frozen weights multiply: `dtype`, the model's; `fp8`, input gradients in 8 bits by rows;
-            `fp8_both`, the forward, too; `fp8_exact`, both with exact sums.
-        codes: how `fp8` has the codes of weights in 16 bits: `kept`, a byte a weight more, or `written` out for each
-            product, with the same gradients; `auto`, as the plan says (`Plan.codes_written`), and kept without one.
+        attention: `auto` chooses by device, dtype and head size; a name demands that backend.
+        layers: `fused` computes norms, attention and MLP in Pronghorn's `layers`, `stock` leaves them to transformers
+            and PEFT; `auto` is fused on CUDA.
+        graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`: if the first steps show
+            that it pays (`models.graph_benefit`). Never if the plan's budget has no memory for them (`Plan.graph`).
+        compute: numbers that frozen weights multiply in: `dtype`, the model's; `fp8`, input gradients in 8 bits by
+            rows; `fp8_both`, the forward, too; `fp8_exact`, both with exact sums.
+        codes: how `fp8` gets the codes of 16-bit weights: `kept`, a byte a weight more, or `written` out for each
+            product, with the same gradients; `auto` follows the plan (`Plan.codes_written`), or keeps them.
         experimental: switches for measurements, an `Experimental` or its fields by name.
     Returns:
-        The handle: `.report` tells every path taken, `.detach()` restores the model.
+        The handle: `.report` lists every decision, `.detach()` restores the model.
     Raises:
         UnsupportedError: no causal LM, a configuration that packed attention can't serve, or a plan that these layers
             can't follow.

@@ -39,8 +39,8 @@ class EvaluatingTrainer(SharedLayersTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate as TRL does; over packed rows the loss is the mean over every supervised token, on all ranks. The
-        time counts as no step's."""
+        """Evaluate as TRL does. Over packed rows the loss is the mean over every supervised token, on all ranks. The
+        time counts for no step."""
         with self._counted.paused():
             rows = self.eval_dataset if eval_dataset is None else eval_dataset
             if isinstance(rows, str) and isinstance(self.eval_dataset, dict):

@@ -31,8 +31,8 @@ def train_on_responses_only(
         instruction_part: what begins a user's turn, e.g. "<|im_start|>user\\n".
         response_part: what begins an assistant's turn, e.g. "<|im_start|>assistant\\n".
     Returns:
-        The same trainer. A token that was not supervised before isn't now. Documents without a label left are dropped,
-        with a warning that counts them.
+        The same trainer. No token becomes supervised that wasn't before. Documents with no label left are dropped,
+        and a warning counts them.
     Raises:
         ConfigError: a part that is missing or empty, or two that are the same.
         DataError: no document holds the response part, or the data set has no `input_ids`.

@@ -58,11 +58,11 @@ from pronghorn.train.rates import kept_rates
 
 
 class SFTTrainer(EvaluatingTrainer):
-    """Train as TRL's `SFTTrainer` does, by the same arguments (and `tokenizer` for `processing_class`).
+    """Train as TRL's `SFTTrainer` does, with the same arguments (and `tokenizer` for `processing_class`).
 
-    The model is attached if it isn't yet. With `args.packing` rows have `args.max_length` tokens (the model's
-    `max_seq_length` if that is None); without it a micro-batch's documents lie end to end in one row, or padded where
-    something needs that. Evaluation is packed as `args.eval_packing` says, like training by default.
+    It attaches the model if that isn't done yet. With `args.packing`, rows have `args.max_length` tokens (the model's
+    `max_seq_length` if that is None). Without it, a micro-batch's documents lie end to end in one row, or padded if
+    something needs padding. `args.eval_packing` says whether evaluation is packed; by default it is like training.
 
     Raises:
         ConfigError: no row length, or one over the model's.
@@ -311,8 +311,8 @@ class SFTTrainer(EvaluatingTrainer):
         super().log(logs, start_time)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does. A checkpoint to resume from is verified first (DataError: damaged, or of another model),
-        and memory that runs out is survived (TrainingError: it can't be, docs/out_of_memory.md)."""
+        """Train as TRL does. A checkpoint to resume from is verified first (DataError: damaged, or of another model).
+        A step that runs out of memory is repeated (TrainingError: that fails, see docs/out_of_memory.md)."""
         resume_from_checkpoint = checkpoint.named(Path(str(self.args.output_dir)), resume_from_checkpoint)
         validate.check_trains(self.model)
         if self._packs_train or self._packs_eval or self.padded is None:
