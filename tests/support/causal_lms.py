@@ -174,8 +174,8 @@ NOT_RUN = {
     "blt": "its patches are made by a second model, which has no small shape here",
     "gemma4_assistant": "it drafts for another model, whose hidden states it reads",
     "gemma4_unified_assistant": "it drafts for another model, whose hidden states it reads",
-    "musicgen": "its configuration is of three models, of which none is for text",
-    "musicgen_melody": "its configuration is of three models, of which none is for text",
+    "musicgen": "its configuration describes three models, none of them for text",
+    "musicgen_melody": "its configuration describes three models, none of them for text",
 }
 SAMPLES = ("phimoe",)
 """Draw their routers' choice in training, so that documents are compared in evaluation."""
