@@ -218,7 +218,8 @@ def test_lengths() -> None:
     assert histogram([1, 10, 11, 95], 10) == [
         (i * 10 + 1, i * 10 + 10, n) for i, n in enumerate([2, 1] + [0] * 7 + [1])
     ]
-    assert histogram([3], 16) == [(1, 1, 0), (2, 2, 0), (3, 3, 1)]
+    assert histogram([3], 16) == [(3, 3, 1)]
+    assert histogram([52, 58, 55, 52], 4) == [(51, 52, 2), (53, 54, 0), (55, 56, 1), (57, 58, 1)]
     tail = histogram([*range(1, 199), 5000, 9000], 5)  # the longest hundredth doesn't crush the rest
     assert tail == [(1, 100, 100), (101, 200, 98), (201, 300, 0), (301, 400, 0), (401, 9000, 2)]
     for longest in (1, 2, 7, 99, 100, 101, 8192, 131_072):

@@ -195,7 +195,7 @@ def network_findings(environment: Mapping[str, str]) -> list[Finding]:
     hub = environment.get("HF_ENDPOINT", "https://huggingface.co")
     telemetry = "off" if on("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK") else f"on: sent to {hub}"
     return [
-        Finding("Network", f"{hub}, for models and data that are no local path", "ok"),
+        Finding("Network", f"{hub}, for models and data that aren't local", "ok"),
         Finding("TRL's telemetry", f"{telemetry} (HF_HUB_DISABLE_TELEMETRY)", "ok"),
     ]
 

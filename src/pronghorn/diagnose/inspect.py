@@ -230,19 +230,24 @@ def visible(text: str) -> str:
 
 
 def histogram(lengths: Sequence[int], most: int) -> list[tuple[int, int, int]]:
-    """Return (from, to, documents) of at most `most` bins of equal, round width, from 1 token on; `to` is in.
+    """Return (from, to, documents) of at most `most` bins of equal, round width, from the shortest document's bin on.
 
-    The last bin reaches to the longest document: where the longest hundredth is far out, it is wider than the others.
+    `to` is in the bin. The last bin reaches to the longest document: where the longest hundredth is far out, it is
+    wider than the others.
     """
     ordered = sorted(lengths)
-    longest = ordered[-1]
+    shortest, longest = ordered[0], ordered[-1]
     reach = min(longest, 2 * ordered[math.ceil(0.99 * len(ordered)) - 1])
-    width = _round_up(reach / (most if reach == longest else most - 1))
-    bins = -(-reach // width)
-    counts = [0] * (bins + (longest > bins * width))
+    width = 1
+    while -(-reach // width) - (shortest - 1) // width + (longest > reach) > most:
+        width = _round_up(width + 1)
+    low, end = (shortest - 1) // width, -(-reach // width)
+    counts = [0] * (end - low + (longest > end * width))
     for length in ordered:
-        counts[min((length - 1) // width, len(counts) - 1)] += 1
-    return [(i * width + 1, max((i + 1) * width, longest if i == bins else 0), n) for i, n in enumerate(counts)]
+        counts[min((length - 1) // width - low, len(counts) - 1)] += 1
+    bins = [((low + i) * width + 1, (low + i + 1) * width, n) for i, n in enumerate(counts)]
+    first, to, last = bins[-1]
+    return [*bins[:-1], (first, max(to, longest), last)]
 
 
 def _round_up(value: float) -> int:
