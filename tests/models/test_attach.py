@@ -283,7 +283,11 @@ TINY_EXPERTS = {
 
 @pytest.mark.parametrize(
     ("family", "option", "value"),
-    [("llama", "attention_dropout", 0.1), ("gemma3_text", "use_bidirectional_attention", True)],
+    [
+        ("llama", "attention_dropout", 0.1),
+        ("llama", "is_causal", False),
+        ("gemma3_text", "use_bidirectional_attention", True),
+    ],
 )
 def test_configs_that_cannot_be_isolated_are_refused(family: str, option: str, value: Any) -> None:
     model = tiny_model(family)
@@ -291,6 +295,33 @@ def test_configs_that_cannot_be_isolated_are_refused(family: str, option: str, v
     with pytest.raises(UnsupportedError, match=f"{option} = {value}"):
         attach(model)
     assert attached(model) is None
+
+
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_attention_in_both_directions_is_for_rows_that_are_not_packed(family: str, layers: Any) -> None:
+    """transformers' `is_causal`, in a call or in the configuration, makes an encoder of a decoder."""
+    model, batch = tiny_model(family).eval(), packed_row([9, 5], 16)
+    asked = {"input_ids": batch["input_ids"][:, :9], "use_cache": False}
+    with torch.no_grad():
+        expected = model(**asked, is_causal=False).logits
+        assert not torch.allclose(model(**asked).logits, expected, atol=0.1)
+        attach(model, layers=layers)
+        torch.testing.assert_close(model(**asked, is_causal=False).logits, expected, rtol=1e-5, atol=1e-5)
+        with pytest.raises(UnsupportedError, match="is_causal = False"):
+            model(**batch, is_causal=False)
+        model.config.is_causal = False
+        torch.testing.assert_close(model(**asked).logits, expected, rtol=1e-5, atol=1e-5)
+        with pytest.raises(UnsupportedError, match="is_causal = False"):
+            model(**batch)
+
+
+def test_a_generic_model_takes_no_packed_row_in_both_directions() -> None:
+    """A row of one document, whose padded tail it would see, comes past the probe."""
+    model = generic_model("gpt2")
+    attach(model)
+    with pytest.raises(UnsupportedError, match="is_causal = False"):
+        model(**packed_row([14], 16), is_causal=False)
 
 
 def test_rope_of_a_part_of_each_head() -> None:

@@ -201,7 +201,8 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     """Compute experts as transformers calls them: hidden [T, H], indices and weights [T, K] to [T, H]."""
     if torch.compiler.is_compiling():
         raise UnsupportedError(
-            "torch.compile can't trace Pronghorn's experts", "leave torch.compile out, or detach the model first"
+            "torch.compile can't trace Pronghorn's experts",
+            "leave it out (generate() with a static cache: disable_compile=True), or detach the model first",
         )
     reason = refusal(module)
     if reason is not None:

@@ -6,6 +6,7 @@ A family is listed once its packed forward and gradients are shown to equal one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -94,6 +95,12 @@ def settle_balance(config: Any, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("output_router_logits", getattr(config, "output_router_logits", False)) != balanced:
         kwargs["output_router_logits"] = balanced
     return balanced
+
+
+def is_causal(config: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a forward's tokens see none after them: as its `is_causal` says, else the configuration's."""
+    asked = kwargs.get("is_causal")
+    return bool(getattr(config, "is_causal", True) if asked is None else asked)
 
 
 def rope_limit(config: Any) -> int | None:

@@ -37,7 +37,14 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.causal_lm import PACKS, PackedCausalLM, has_own_loss
 from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import CHUNK_BYTES
-from pronghorn.models.metadata import check_mixing, check_rope, mixing_adapter, stock_batch, warn_of_attentions
+from pronghorn.models.metadata import (
+    check_causal,
+    check_mixing,
+    check_rope,
+    mixing_adapter,
+    stock_batch,
+    warn_of_attentions,
+)
 
 if TYPE_CHECKING:
     from pronghorn.models.probe import Isolation
@@ -123,6 +130,7 @@ class GenericPacking:
             UnsupportedError: they don't.
         """
         check_mixing(mixing_adapter(self.model), packed)
+        check_causal(text_config(self.model.config), given)
         check_rope(self.model, packed)
         self._check_chunks(packed)
         if self.way is None and _documents(packed) > 1:  # the first packed batch; a probe sets the way itself

@@ -15,7 +15,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.families.generic import text_config
 from pronghorn.layers.decoder import STEP, FusedLayers
-from pronghorn.models.families import check_windows, rope_limit
+from pronghorn.models.families import check_windows, is_causal, rope_limit
 from pronghorn.models.unpadded import LABELS, unpad
 from pronghorn.text import does
 
@@ -73,6 +73,7 @@ def share_metadata(
         raise _packed_with(cache)
     if kwargs.get("position_ids") is None:
         raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
+    check_causal(backbone.config, kwargs)
     check_rope(backbone, packed)
     check_mixing(mixes, packed)
     kwargs = {name: value for name, value in kwargs.items() if name not in _STOCK_METADATA}
@@ -99,6 +100,14 @@ def mixing_adapter(model: Any) -> str | None:
         if kind in _MIXING:
             return _MIXING[kind]
     return None
+
+
+def check_causal(config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError for a packed row whose tokens are to see those after them."""
+    if not is_causal(config, kwargs):
+        raise UnsupportedError(
+            "attention in both directions (is_causal = False) for a packed row", "leave is_causal out, or don't pack"
+        )
 
 
 def check_mixing(mixes: str | None, packed: PackedBatch) -> None:

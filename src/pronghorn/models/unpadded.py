@@ -21,7 +21,7 @@ from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.watch import hooks_in
 from pronghorn.memory.recompute import has_own_forward
-from pronghorn.models.families import longest_tail, rope_limit
+from pronghorn.models.families import is_causal, longest_tail, rope_limit
 
 LABELS = "_pronghorn_labels"
 """The attribute by which a causal LM tells its backbone its labels: a keyword would reach its loss_function, too."""
@@ -96,6 +96,7 @@ def _is_plain(layers: FusedLayers, kwargs: dict[str, Any], shape: tuple[int, ...
     returns = getattr(config, "return_dict", True) if kwargs.get("return_dict") is None else kwargs["return_dict"]
     return (
         not (caches or others or any(asked))
+        and is_causal(config, kwargs)
         and bool(returns)
         # the tail is a document, too, and padding has positions that count
         and (most is None or (positions is None and max(shape[1], TILE_ROWS) <= most))
