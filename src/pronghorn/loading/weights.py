@@ -21,7 +21,19 @@ from pronghorn.loading.packed_checkpoint import fetched, format_of, method_of, q
 from pronghorn.loading.packed_formats import FORMATS, check_experts
 from pronghorn.models.families import has_experts
 from pronghorn.precision.loader import checkpoint
-from pronghorn.text import counted, does
+from pronghorn.text import clip, counted, does
+
+_NOT_LOADED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+)
+"""What transformers and torch end in over configurations and files that they don't check. Others are told by name: what
+is missing (OSError), memory that runs out (RuntimeError)."""
 
 
 def whole_model(name: str | Path, composite: Composite | None = None, **options: Any) -> Any:
@@ -36,10 +48,17 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
     from transformers import AutoModelForCausalLM
 
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    if composite is None:
-        model, info = cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
-    else:
-        model, info = _language_model(name, composite, **options)
+    try:
+        if composite is None:
+            model, info = cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
+        else:
+            model, info = _language_model(name, composite, **options)
+    except _NOT_LOADED as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedError(
+            f"transformers can't load {options.get('gguf_file', name)} ({clip(reason, 300)})",
+            "download or copy it again; of a newer family, try a newer transformers",
+        ) from error
     remedy = "download or copy it again: configuration and weights must be of one model"
     lost = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     if lost:
