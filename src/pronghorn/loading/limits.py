@@ -15,6 +15,7 @@ from pronghorn.errors import ConfigError, DataError
 from pronghorn.families.generic import text_config
 from pronghorn.loading.composite import Composite
 from pronghorn.loading.packed_checkpoint import method_of
+from pronghorn.loading.stored_4bit import check_4bit
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import PLAIN, StoredTensor, checkpoint
 
@@ -163,7 +164,7 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: C
             towers, too, a tensor that is none of its parts'.
     """
     stored = [tensor for file in files for tensor in checkpoint(file)]
-    _check_stored(folder, stored, config)
+    _check_stored(folder, files, stored, config)
     family = check_config(config)
     if family.generic:  # names and sizes of its tensors are transformers' affair, which tells what is missing
         return
@@ -180,7 +181,7 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: C
             raise DataError(f"{folder}: config.json says {expected} for {key}, the weights hold {shape}", _REMEDY)
 
 
-def _check_stored(folder: Path, stored: list[StoredTensor], config: Any) -> None:
+def _check_stored(folder: Path, files: list[Path], stored: list[StoredTensor], config: Any) -> None:
     """Refuse tensors that transformers would leave out or read as other numbers."""
     for tensor in stored:
         if (found := _WRAPPED.search(tensor.name)) is not None:
@@ -196,11 +197,13 @@ def _check_stored(folder: Path, stored: list[StoredTensor], config: Any) -> None
             "that says what its numbers mean",
             "bring back the config.json that was saved with these weights, or use the 16-bit checkpoint",
         )
-    if method_of(config) == "bitsandbytes" and not any(".quant_state." in tensor.name for tensor in stored):
-        raise DataError(
-            f"{folder}: config.json says that bitsandbytes quantised the weights, and they are plain",
-            "remove quantization_config from config.json; load_in_4bit=True (model.load_in_4bit) quantises plain ones",
-        )
+    if method_of(config) == "bitsandbytes":
+        if not any(".quant_state." in tensor.name for tensor in stored):
+            raise DataError(
+                f"{folder}: config.json says that bitsandbytes quantised the weights, and they are plain",
+                "remove quantization_config from it; load_in_4bit=True (model.load_in_4bit) quantises plain weights",
+            )
+        check_4bit(files)
 
 
 def check_layers(where: str | Path, key: str, said: int, tensors: Any, layer: re.Pattern[str]) -> None:

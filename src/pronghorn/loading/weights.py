@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.loading.composite import Composite
 from pronghorn.loading.nf4_experts import config_class
@@ -24,13 +24,8 @@ from pronghorn.precision.loader import checkpoint
 from pronghorn.text import clip, counted, does
 
 _NOT_LOADED = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NotImplementedError,
-    TypeError,
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(NotImplementedError, TypeError, ValueError),
 )
 """What transformers and torch end in over configurations and files that they don't check. Others are told by name: what
 is missing (OSError), memory that runs out (RuntimeError)."""
@@ -53,6 +48,8 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
             model, info = cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
         else:
             model, info = _language_model(name, composite, **options)
+    except PronghornError:
+        raise
     except _NOT_LOADED as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnsupportedError(
@@ -157,13 +154,22 @@ def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype, exp
 
 def with_dtype(model: Any, dtype: torch.dtype) -> Any:
     """Give a model of a checkpoint in 4 bits the dtype that was asked for, and return it: of its other weights, and of
-    what the 4 bits are written out to and multiplied in. transformers 5 leaves what the checkpoint has."""
+    what the 4 bits are written out to and multiplied in. transformers 5 leaves what the checkpoint has.
+
+    Raises:
+        DataError: a linear that should be in 4 bits isn't.
+    """
     kept = "|".join(pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype))  # in float32
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
             parameter.data = parameter.data.to(torch.float32 if kept and re.search(kept, name) else dtype)
-    for module in model.modules():
+    for name, module in model.named_modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is None and hasattr(module, "compute_type_is_set"):
+            raise DataError(
+                f"{name} is plain in a checkpoint that bitsandbytes quantised otherwise",
+                "download it again, or name it in llm_int8_skip_modules of config.json's quantization_config",
+            )
         if state is not None:
             state.dtype = module.compute_dtype = dtype
             module.compute_type_is_set = True
