@@ -20,7 +20,8 @@ ERROR_FILE = "PRONGHORN_ERROR_FILE"
 """The file where a process that we started leaves its error, for us to show."""
 RAN_OUT = "PRONGHORN_RAN_OUT"
 """The events of `MemoryRanOut` for which processes were started again, as JSON."""
-_NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_LAST_PORT = 65_535
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OWN_PYTHON = ("PYTHONPATH", "OMP_NUM_THREADS")
 
@@ -71,6 +72,14 @@ def check_distributed() -> None:
         if value not in ("", *harmless) and "MASTER_ADDR" not in os.environ:
             problem = f"the environment has {name}={value} of a distributed run, but no MASTER_ADDR"
             raise ConfigError(problem, f"unset {name}, or start by torchrun")
+    size = int(os.environ.get("WORLD_SIZE") or 0)
+    for name in ("RANK", "LOCAL_RANK") if joined() else ():
+        value = os.environ.get(name) or "0"
+        if int(value) >= size:  # it would wait for ever for a process that has this number
+            problem = f"the environment has {name}={value} and WORLD_SIZE={size}, whose processes are 0 to {size - 1}"
+            raise ConfigError(problem, f"unset {name} and WORLD_SIZE, or start by torchrun")
+    if int(port := os.environ.get("MASTER_PORT", "0")) > _LAST_PORT:
+        raise ConfigError(f"the environment's MASTER_PORT={port} is above {_LAST_PORT:,}", "give another port")
 
 
 def joined() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from typer.testing import CliRunner
 
+from pronghorn.cli.console import Console
 from pronghorn.cli.main import app
 from pronghorn.config.recipe import Source
 from pronghorn.data.sources import fingerprint
@@ -135,3 +137,10 @@ def test_a_disk_without_room_for_a_download(
     monkeypatch.setattr(holder, function, fail)
     with pytest.raises(DataError, match=r"the disk of .* is full, where owner/name is downloaded to: free some space"):
         call()
+
+
+def test_a_terminal_of_no_width_shows_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    shown = io.StringIO()
+    Console(file=shown).print("held-out loss")
+    assert shown.getvalue() == "held-out loss\n"

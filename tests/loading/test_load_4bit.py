@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,49 @@ def test_a_checkpoint_in_8_bits_of_bitsandbytes_is_refused(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({**table, "quantization_config": stored}))
     with pytest.raises(UnsupportedError, match="quantised by bitsandbytes to 8 bits"):
         find_model(tmp_path, max_seq_length=128)
+
+
+@pytest.fixture(scope="module")
+def stored_in_4_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that bitsandbytes quantised, scales of scales and all."""
+    folder = tmp_path_factory.mktemp("quantised")
+    checkpoint(folder / "plain", "llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1)
+    by_transformers(folder / "plain").save_pretrained(folder / "4bit")
+    byte_tokenizer(512).save_pretrained(folder / "4bit")
+    return folder / "4bit"
+
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("part", "keeps", "message"),
+    [
+        (".nested_absmax", 0, r"nested_absmax of a 4-bit weight holds 0 numbers, and 1 are its own"),
+        (".absmax", 0, r"\.absmax of a 4-bit weight holds 0 numbers, and \d+ are its own"),
+        (".absmax", 5, r"\.absmax of a 4-bit weight holds 5 numbers"),
+        (".quant_map", 15, r"\.quant_map of a 4-bit weight holds 15 numbers, and 16 are its own"),
+        ("", 9, r"q_proj\.weight of a 4-bit weight holds 9 bytes"),
+        (".quant_state.bitsandbytes__nf4", 9, "is not a description of a 4-bit weight"),
+        (".quant_state.bitsandbytes__nf4", 0, r"lacks model\.layers\.0\.self_attn\.q_proj\.weight\.quant_state"),
+        (None, 0, r"q_proj is plain in a checkpoint that bitsandbytes quantised otherwise"),
+    ],
+)
+def test_a_weight_of_a_4_bit_checkpoint_lacks_a_part(
+    stored_in_4_bits: Path, tmp_path: Path, part: str | None, keeps: int, message: str
+) -> None:
+    """bitsandbytes took codes of scales for scales, or read memory that wasn't its own."""
+    folder = shutil.copytree(stored_in_4_bits, tmp_path / "model", copy_function=shutil.copyfile)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    if part is None:
+        weights = {name: weight for name, weight in weights.items() if not name.startswith(QUERY)}
+        weights[QUERY] = torch.zeros(64, 128)
+    elif keeps:
+        weights[QUERY + part] = weights[QUERY + part].flatten()[:keeps].clone()
+    else:
+        del weights[QUERY + part]
+    load_model(stored_in_4_bits, max_seq_length=128)
+    save_file(weights, file)
+    with pytest.raises(DataError, match=message):
+        load_model(folder, max_seq_length=128)

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pronghorn import FastLanguageModel
-from pronghorn.errors import ConfigError, DataError, PronghornError
+from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.models.adapter_files import check_pattern
+from pronghorn.train.evaluate import answer
 
 SOURCE = Path(__file__).parents[2] / "src" / "pronghorn"
 
@@ -75,6 +76,16 @@ def test_biases_are_an_adapter_s_only_where_it_declares_them(adapter: Path) -> N
         ({"peft_type": ["LORA"]}, "of an unknown kind"),
         ({"megatron_config": {"a": 1}, "megatron_core": "antigravity"}, "megatron_config is not supported"),
         ({"base_model_name_or_path": "ADAPTER"}, "which is an adapter itself"),
+        ({"r": 0}, "rank 0 of r is not from 1"),
+        ({"r": 10**9}, "rank 1000000000 of r is not"),
+        ({"rank_pattern": {"q_proj": "2"}}, "rank '2' of q_proj is not"),
+        ({"lora_alpha": float("nan")}, "nan of lora_alpha is not a finite number"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "inf of q_proj is not a finite number"),
+        ({"use_rslora": "false"}, "use_rslora 'false' is neither true nor false"),
+        ({"bias": "some"}, "bias 'some' is none of none, all, lora_only"),
+        ({"modules_to_save": ["lm_head"]}, r"lacks 1 weight of its adapter \(base_model\.model\.lm_head\.weight"),
+        ({"trainable_token_indices": [600]}, "doesn't fit its base model .index 600 is out of bounds"),
+        ({"layer_replication": [[0, 9]]}, "doesn't fit its base model .index 5 is out of range"),
     ],
 )
 def test_configurations_of_adapters(adapter: Path, values: dict[str, Any], message: str) -> None:
@@ -82,6 +93,40 @@ def test_configurations_of_adapters(adapter: Path, values: dict[str, Any], messa
         values = {"base_model_name_or_path": str(adapter)}
     change(adapter / "adapter_config.json", **values)
     with pytest.raises(PronghornError, match=message):
+        load(adapter)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "message"),
+    [
+        ("model.layers", "transformer.h", r"lacks 70 weights .*; it holds .*transformer\.h\.0\.mlp"),
+        ("base_model.", "module.base_model.", r"it holds module\.base_model"),
+    ],
+)
+def test_an_adapter_of_other_names(adapter: Path, here: str, there: str, message: str) -> None:
+    file = adapter / "adapter_model.safetensors"
+    save_file({name.replace(here, there, 1): weight for name, weight in load_file(file).items()}, file)
+    with pytest.raises(DataError, match=message) as caught:
+        load(adapter)
+    assert len(str(caught.value)) < 600
+
+
+def test_an_adapter_of_codes(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: (weight * 10).to(torch.int8) for name, weight in load_file(file).items()}, file)
+    with pytest.raises(DataError, match=r"lora_A\.weight is torch\.int8, of which nothing says"):
+        load(adapter)
+
+
+def test_an_adapter_with_another_model_s_tokenizer(adapter: Path, model: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model / name, adapter / name)
+    load(adapter)
+    table = json.loads((adapter / "tokenizer.json").read_text())
+    vocabulary = table["model"]["vocab"]
+    table["model"]["vocab"] = {token: len(vocabulary) - 1 - index for token, index in vocabulary.items()}
+    (adapter / "tokenizer.json").write_text(json.dumps(table))
+    with pytest.raises(DataError, match=r"of the base's 512 tokens their ids: it is another model's"):
         load(adapter)
 
 
@@ -103,6 +148,16 @@ def test_regular_expressions_that_never_end_are_refused(pattern: str) -> None:
         check_pattern(pattern)
 
 
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 3,
+    "long_factor": [1.0] * 3,
+    "original_max_position_embeddings": 128,
+}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -118,11 +173,114 @@ def test_regular_expressions_that_never_end_are_refused(pattern: str) -> None:
         ({"eos_token_id": 512}, r"the stop token 512 \(eos_token_id\) is outside the vocabulary of 512"),
         ({"eos_token_id": [2, 900]}, "the stop token 900"),
         ({"rope_parameters": 7}, r"its config\.json can't be used"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan is not from 0 to 1"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps -1e-05 is not"),
+        (ROPE | {"rope_theta": 0}, "rope_theta 0 of its RoPE is not a positive number"),
+        (ROPE | {"rope_theta": "1e4"}, "rope_theta '1e4' of its RoPE"),
+        (ROPE | {"rope_type": "linear", "factor": 0}, "factor 0 of its RoPE"),
+        (ROPE | {"rope_type": "linear", "factor": "8"}, "factor '8' of its RoPE"),
+        (ROPE | LONG, "3 numbers in long_factor, and heads have 4 frequencies"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings 0 is not an integer from 1"),
+        ({"pad_token_id": -1000}, "pad_token_id -1000 is outside the vocabulary of 512"),
+        ({"return_dict": False}, "return_dict false"),
+        ({"text_config": {"vocab_size": 512}}, "a text_config, which llama doesn't have"),
+        ({"quantization_config": NF4}, "bitsandbytes quantised the weights, and they are plain: remove"),
     ],
 )
 def test_configurations_of_models(model: Path, values: dict[str, Any], message: str) -> None:
+    if "rope_theta" in values or "rope_type" in values:
+        values = {"rope_parameters": values}
     change(model / "config.json", **values)
     with pytest.raises(PronghornError, match=message):
+        load(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no JSON table"),
+        ("[]", "is no JSON table"),
+        ("version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        ('{"eos_token_id": 9999}', r"generation_config\.json: the stop token 9999 .* outside the vocabulary of 512"),
+        ('{"eos_token_id": ["</s>"]}', "the stop token '</s>'"),
+    ],
+)
+def test_configurations_of_generation(model: Path, text: str, message: str) -> None:
+    (model / "generation_config.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        load(model)
+
+
+QUERY = "model.layers.2.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_codes_without_a_quantization_config_are_no_weights(model: Path, dtype: torch.dtype) -> None:
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {QUERY: (weights[QUERY] * 10).to(dtype)}, file)
+    with pytest.raises(DataError, match=rf"{QUERY} is {dtype}, and config\.json has no quantization_config"):
+        load(model)
+
+
+def test_a_tied_head_of_another_shape(model: Path) -> None:
+    file = model / "model.safetensors"
+    save_file(load_file(file) | {"lm_head.weight": torch.ones(500, 64)}, file)
+    with pytest.raises(DataError, match=r"\[512, 64\] for lm_head\.weight, the weights hold \[500, 64\]"):
+        load(model)
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ("", "module."),
+        ("", "_orig_mod."),
+        ("", "base_model.model."),
+        ("model.", "model._orig_mod."),
+        ("layers.2.", "layers.2._checkpoint_wrapped_module."),
+        ("layers.2.", "layers.2._fsdp_wrapped_module."),
+    ],
+)
+def test_names_of_a_wrapped_model(model: Path, here: str, there: str) -> None:
+    file = model / "model.safetensors"
+    save_file({name.replace(here, there, 1): weight for name, weight in load_file(file).items()}, file)
+    with pytest.raises(DataError, match=r"of a wrapper around the model in its name: save the model inside"):
+        load(model)
+
+
+@pytest.mark.parametrize(
+    ("file", "beside", "remedy"),
+    [
+        ("model.fp16.safetensors", (), "name a single file model.safetensors"),
+        ("model-00001-of-00002.safetensors", (), "several need their model.safetensors.index.json"),
+        ("model.safetensors", ("adapter_config.json",), "remove that file if it is a whole model"),
+        ("model.bin", (), "pickled weights are never read"),
+        ("model.bin", ("zero_to_fp32.py",), "it is DeepSpeed's checkpoint: python .*zero_to_fp32.py"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", (), "accelerate merge-weights .*pytorch_model_fsdp_0 "),
+    ],
+)
+def test_weights_that_others_saved(model: Path, file: str, beside: tuple[str, ...], remedy: str) -> None:
+    (model / file).parent.mkdir(exist_ok=True)
+    (model / "model.safetensors").rename(model / file)
+    for name in beside:
+        (model / name).write_text("{}")
+    with pytest.raises(DataError, match=remedy):
+        load(model)
+
+
+def test_weights_that_are_a_link_to_nothing(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to("gone")
+    with pytest.raises(DataError, match=r"model\.safetensors is not a file, or a link to none"):
+        load(model)
+
+
+def test_what_transformers_fails_over_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("Padding_idx must be within num_embeddings")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(UnsupportedError, match=r"transformers can't load .*model .AssertionError: Padding_idx must"):
         load(model)
 
 
@@ -198,3 +356,23 @@ def test_every_loader_is_told_whether_code_is_trusted(call: ast.Call) -> None:
 
 def test_the_walk_finds_the_loaders() -> None:
     assert len(calls()) >= 5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"eos_token": ""}, r"no token '' \(eos_token\)"),
+        ({"model_max_length": "long"}, "model_max_length 'long' is not a number"),
+    ],
+)
+def test_configurations_of_tokenizers(model: Path, values: dict[str, Any], message: str) -> None:
+    change(model / "tokenizer_config.json", **values)
+    with pytest.raises(DataError, match=message):
+        load(model)
+
+
+def test_a_tokenizer_of_a_class_with_types_of_tokens_answers(model: Path) -> None:
+    change(model / "tokenizer_config.json", model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+    loaded, tokenizer = load(model)
+    assert "token_type_ids" in tokenizer("Once")
+    assert answer(loaded, tokenizer, [{"role": "user", "content": "Once upon"}], 4)

@@ -11,8 +11,10 @@ from datasets import Dataset
 
 from pronghorn import SFTTrainer, attach
 from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.errors import UnsupportedError
 from pronghorn.models.lora import add_lora
 from pronghorn.train import prepared_model
+from pronghorn.train.build import training_arguments
 from support.tiny import tiny_model
 from support.trainers import config
 
@@ -67,3 +69,23 @@ def test_fused_layers_give_the_same_bits_without(
 )
 def test_it_stays_where_something_needs_it(tmp_path: Path, make: Any, changes: dict[str, Any]) -> None:
     assert run(tmp_path, make(), **changes)[1] is True
+
+
+def test_accelerate_s_configuration_is_no_other_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    model = add_lora(tiny_model("llama").to(torch.bfloat16), r=2)
+    assert run(tmp_path, model, bf16=False, max_steps=1)[1] is False
+
+
+@pytest.mark.parametrize("left", ["bf16", "fp16", "nonsense"])
+def test_a_recipe_says_what_is_computed_in(make: Any, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", left)
+    assert training_arguments(make("out")).mixed_precision == "no"
+    full = make("out", adapter={"method": "full", "r": 8}, precision={"dtype": "bfloat16"})
+    assert training_arguments(full).mixed_precision == "bf16"
+
+
+def test_deepspeed_is_refused_before_anything_is_loaded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UnsupportedError, match=r"DeepSpeed is switched on .*: switch it off; launch.strategy: sharded"):
+        training_arguments(make("out"))

@@ -21,6 +21,8 @@ class Console(rich.console.Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"emoji": False, **options})  # `:cat:` in a file's name stays as it is
+        if self.width < 1:
+            self.width = 80  # COLUMNS=0, as some terminals without a size have it: nothing would be shown
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Make the text visible before its width is measured."""

@@ -3,6 +3,8 @@ configuration and weights must be of one model."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import torch
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.families.generic import text_config
 from pronghorn.loading.composite import Composite
-from pronghorn.models.adapter_files import tensor_shapes
+from pronghorn.loading.packed_checkpoint import method_of
+from pronghorn.loading.stored_4bit import check_4bit
 from pronghorn.models.families import check_config
+from pronghorn.precision.loader import PLAIN, StoredTensor, checkpoint
 
 LIMITS = {
     "num_hidden_layers": 1_000,
@@ -27,12 +31,22 @@ LIMITS = {
     "intermediate_size": 10_000_000,
     "moe_intermediate_size": 10_000_000,
     "vocab_size": 10_000_000,
+    "max_position_embeddings": 10**12,
 }
 """Sizes far beyond any model's: more is a damaged or hostile file."""
-_NEEDED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-"""Sizes that something is divided by: 0 is damage, too."""
+_NEEDED = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings"),
+)
+"""Sizes of which 0 is damage, too: something is divided by them, or nothing fits."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _REMEDY = "copy or download the model again: configuration and weights must be of one model"
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_WRAPPED = re.compile(
+    r"^(?:base_model\.model|module)\.|(?:^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""What PEFT, DistributedDataParallel, torch.compile and FSDP put into the names of a model's weights."""
 
 
 def check_sizes(name: str | Path, table: dict[str, Any]) -> None:
@@ -69,11 +83,23 @@ def check_values(name: str | Path, config: Any) -> None:
     """Refuse values in a configuration that transformers would only stumble over in building the model, or ignore.
 
     Raises:
-        DataError: an unknown activation or kind of RoPE, or a stop or padding token outside the vocabulary.
+        DataError: an unknown activation or kind of RoPE, numbers with which no hidden state would be right, or a stop
+            or padding token outside the vocabulary.
     """
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    text = text_config(config)
+    if isinstance(text, dict):
+        raise DataError(f"{name}: a text_config, which {config.model_type} doesn't have", "fix config.json")
+    if getattr(config, "return_dict", True) is False:
+        raise DataError(f"{name}: return_dict false, with which models fail", "remove it from config.json")
+    for field in _EPSILONS:
+        epsilon = getattr(text, field, None)
+        if isinstance(epsilon, int | float) and not 0 <= epsilon < 1:
+            raise DataError(
+                f"{name}: {field} {epsilon} is not from 0 to 1; 1e-05 or 1e-06 is common", "fix config.json"
+            )
     for field in ("hidden_act", "hidden_activation"):
         act = getattr(config, field, None)
         if act is not None and act not in ACT2FN:
@@ -86,39 +112,98 @@ def check_values(name: str | Path, config: Any) -> None:
                 f"{name}: rope_type {rope_type!r} is unknown",
                 f"fix config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
             )
-    vocabulary = text_config(config).vocab_size
-    stops = getattr(config, "eos_token_id", None)  # transformers gives a configuration none of its own
-    for stop in stops if isinstance(stops, list) else [stops]:
-        if stop is not None and not 0 <= stop < vocabulary:
+        _check_rope(name, config, kind)
+    _check_stops(name, getattr(config, "eos_token_id", None), text.vocab_size, "fix config.json")
+    pad = getattr(text, "pad_token_id", None)  # torch counts negative ones from the end
+    if isinstance(pad, int) and not -text.vocab_size <= pad < text.vocab_size:
+        raise DataError(
+            f"{name}: pad_token_id {pad} is outside the vocabulary of {text.vocab_size:,}", "fix config.json"
+        )
+    file = Path(name) / "generation_config.json"
+    if file.is_file():
+        try:
+            table = json.loads(file.read_text(encoding="utf-8"))
+            stops = table.get("eos_token_id")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(
-                f"{name}: the stop token {stop} (eos_token_id) is outside the vocabulary of {vocabulary:,}",
-                "fix config.json",
+                f"{file} is no JSON table ({error})",
+                "copy or download it again; git lfs pull, if Git LFS left a pointer",
+            ) from error
+        _check_stops(file, stops, text.vocab_size, "fix it: generation stops there")
+
+
+def _check_rope(name: str | Path, config: Any, kind: dict[str, Any]) -> None:
+    """Refuse numbers with which rotary positions are NaN, all alike, or of another size than the heads."""
+    for field in _ROPE_NUMBERS:
+        value = kind.get(field, 1)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise DataError(f"{name}: {field} {value!r} of its RoPE is not a positive number", "fix config.json")
+    for field in sorted({"short_factor", "long_factor"} & kind.keys()):
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        pairs = int(width * kind.get("partial_rotary_factor", 1)) // 2
+        if len(kind[field]) != pairs:
+            raise DataError(
+                f"{name}: {len(kind[field])} numbers in {field}, and heads have {pairs} frequencies", "fix config.json"
             )
-    pad = getattr(text_config(config), "pad_token_id", None)
-    if isinstance(pad, int) and pad >= vocabulary:
-        raise DataError(f"{name}: pad_token_id {pad} is outside the vocabulary of {vocabulary:,}", "fix config.json")
+
+
+def _check_stops(where: str | Path, stops: Any, vocabulary: int, remedy: str) -> None:
+    for stop in stops if isinstance(stops, list) else [stops]:
+        if stop is not None and not (isinstance(stop, int) and 0 <= stop < vocabulary):
+            raise DataError(
+                f"{where}: the stop token {stop!r} (eos_token_id) is outside the vocabulary of {vocabulary:,}", remedy
+            )
 
 
 def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: Composite | None = None) -> None:
-    """Compare a configuration with the shapes in the headers of its weights, before a model is built from it.
+    """Compare a configuration with the headers of its weights, before a model is built from it.
 
     Raises:
-        DataError: another number of layers than the weights have, or another vocabulary or width; of a model with
+        DataError: names that a wrapper gave them, codes of which the configuration says nothing, or the other way
+            round; another number of layers than the weights have, or another vocabulary or width; of a model with
             towers, too, a tensor that is none of its parts'.
     """
+    stored = [tensor for file in files for tensor in checkpoint(file)]
+    _check_stored(folder, files, stored, config)
     family = check_config(config)
     if family.generic:  # names and sizes of its tensors are transformers' affair, which tells what is missing
         return
-    shapes = {key: shape for file in files for key, shape in tensor_shapes(file).items()}
+    shapes = {tensor.name: [*tensor.shape] for tensor in stored}
     if composite is not None:
         named = ((composite.inside(key), shape) for key, shape in shapes.items())
         shapes = {key: shape for key, shape in named if key is not None}
     check_layers(folder, "num_hidden_layers", config.num_hidden_layers, shapes, _LAYER)
-    embeddings = f"{family.embeddings}.weight"
+    plain = getattr(config, "quantization_config", None) is None  # else the head may be packed
+    ends = tuple(f"{name}.weight" for name in ([family.embeddings, family.head] if plain else [family.embeddings]))
     expected = [config.vocab_size, config.hidden_size]
     for key, shape in shapes.items():
-        if key.endswith(embeddings) and shape != expected:
+        if key.endswith(ends) and shape != expected:
             raise DataError(f"{folder}: config.json says {expected} for {key}, the weights hold {shape}", _REMEDY)
+
+
+def _check_stored(folder: Path, files: list[Path], stored: list[StoredTensor], config: Any) -> None:
+    """Refuse tensors that transformers would leave out or read as other numbers."""
+    for tensor in stored:
+        if (found := _WRAPPED.search(tensor.name)) is not None:
+            raise DataError(
+                f"{tensor.origin}: {tensor.name} has {found[0]!r} of a wrapper around the model in its name",
+                "save the model inside: accelerator.unwrap_model(model).save_pretrained(FOLDER); of adapters by "
+                "save_pretrained_merged",
+            )
+    packed = [tensor for tensor in stored if tensor.dtype not in PLAIN and tensor.name.endswith((".weight", "_proj"))]
+    if packed and getattr(config, "quantization_config", None) is None:
+        raise DataError(
+            f"{packed[0].origin}: {packed[0].name} is {packed[0].dtype}, and config.json has no quantization_config "
+            "that says what its numbers mean",
+            "bring back the config.json that was saved with these weights, or use the 16-bit checkpoint",
+        )
+    if method_of(config) == "bitsandbytes":
+        if not any(".quant_state." in tensor.name for tensor in stored):
+            raise DataError(
+                f"{folder}: config.json says that bitsandbytes quantised the weights, and they are plain",
+                "remove quantization_config from it; load_in_4bit=True (model.load_in_4bit) quantises plain weights",
+            )
+        check_4bit(files)
 
 
 def check_layers(where: str | Path, key: str, said: int, tensors: Any, layer: re.Pattern[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from pronghorn.data.downloads import room_for
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
+from pronghorn.loading.adapter import has_more_tokens, with_adapter
 from pronghorn.loading.composite import Composite
 from pronghorn.loading.limits import check_range, check_sizes, check_values, check_weights_fit
 from pronghorn.loading.new_tokens import grow_embeddings
@@ -21,10 +21,8 @@ from pronghorn.loading.share import SharedLoading
 from pronghorn.loading.weights import bitsandbytes_config, check_quantised, prepare_4bit, whole_model, with_dtype
 from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
 from pronghorn.models.families import check_config
-from pronghorn.models.lora import check_whole_modules
 from pronghorn.models.report import LOADED_BY
 from pronghorn.precision.loader import check_weights, json_value, model_beneath
-from pronghorn.text import counted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -140,9 +138,9 @@ class FoundModel:
             rows = check_embeddings(
                 Path(self.name), base.get_input_embeddings().weight.shape[0]
             )  # others pad or cut them
-            if rows is not None or len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
-                grow_embeddings(base, tokenizer, exactly=rows)
-            return _with_adapter(base, self.name)
+            if rows is not None or has_more_tokens(self.name, tokenizer, self.base.tokenizer()):
+                grow_embeddings(base, tokenizer, exactly=rows)  # trained with new tokens
+            return with_adapter(base, self.name)
         with room_for(self.name):
             model = self._whole_base(dtype, device, share)
         if self.composite is not None:
@@ -188,48 +186,6 @@ class FoundModel:
         elif self.is_quantised:
             with_dtype(model, dtype)
         return prepare_4bit(model, device)
-
-
-_NAME_BASE = "set base_model_name_or_path in its adapter_config.json to the model that it was trained on"
-
-
-def _with_adapter(base: Any, folder: str | Path) -> Any:
-    """Put a saved adapter, whole, on its base. PEFT only warns of weights that the folder lacks, and begins anew there;
-    those that the model has no place for it drops without a word."""
-    from peft import PeftConfig, PeftModel
-
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{folder}: its {CONFIG} can't be used ({error})", "save the adapter again") from error
-    check_whole_modules(base, getattr(config, "modules_to_save", None) or ())
-    if (composite := getattr(base, "composite", None)) is not None:
-        composite.adapt(config, base)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*missing adapter keys")
-            model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True, config=config)
-    except UserWarning as error:
-        raise DataError(f"{folder} lacks weights of its adapter ({error})", "copy or save the adapter again") from error
-    except RuntimeError as error:
-        if "size mismatch" not in str(error):
-            raise
-        raise DataError(f"{folder} has matrices of other shapes than its base model", _NAME_BASE) from error
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"the adapter in {folder} doesn't fit its base model ({error})", f"fix or save again its {CONFIG}"
-        ) from error
-    names = getattr(base, "_checkpoint_conversion_mapping", None)
-    again = model.load_adapter(
-        folder, model.active_adapter, is_trainable=True, key_mapping=names
-    )  # from_pretrained keeps this to itself
-    dropped = [key for key in again.unexpected_keys if "lora_" in key]
-    if dropped:
-        raise DataError(
-            f"{folder} holds {counted(len(dropped), 'weight')} that its base model has no place for ({dropped[0]} ...)",
-            _NAME_BASE,
-        )
-    return model
 
 
 def find_model(
@@ -371,12 +327,18 @@ def _tokenizer(name: str | Path, **hub: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, **hub)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, **hub)
     except Exception as error:  # tokenizers, in Rust, has no class for what it can't read
         reason = str(error).partition(":")[0].strip().partition("\n")[0]
         raise DataError(
             f"{name} has no tokenizer that loads ({reason})", "copy the files of the base's tokenizer into that folder"
         ) from error
+    end, unknown = tokenizer.eos_token, getattr(tokenizer, "unk_token", None)
+    if end is not None and end != unknown and tokenizer.eos_token_id == getattr(tokenizer, "unk_token_id", None):
+        raise DataError(f"{name}: its tokenizer has no token {end!r} (eos_token)", "fix its tokenizer_config.json")
+    if not isinstance(longest := getattr(tokenizer, "model_max_length", 0), int | float):
+        raise DataError(f"{name}: model_max_length {longest!r} is not a number", "fix its tokenizer_config.json")
+    return tokenizer
 
 
 def check_max_seq_length(config: Any, max_seq_length: int) -> None:

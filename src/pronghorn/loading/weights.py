@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.loading.composite import Composite
 from pronghorn.loading.nf4_experts import config_class
@@ -21,7 +21,14 @@ from pronghorn.loading.packed_checkpoint import fetched, format_of, method_of, q
 from pronghorn.loading.packed_formats import FORMATS, check_experts
 from pronghorn.models.families import has_experts
 from pronghorn.precision.loader import checkpoint
-from pronghorn.text import counted, does
+from pronghorn.text import clip, counted, does
+
+_NOT_LOADED = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(NotImplementedError, TypeError, ValueError),
+)
+"""What transformers and torch end in over configurations and files that they don't check. Others are told by name: what
+is missing (OSError), memory that runs out (RuntimeError)."""
 
 
 def whole_model(name: str | Path, composite: Composite | None = None, **options: Any) -> Any:
@@ -36,10 +43,19 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
     from transformers import AutoModelForCausalLM
 
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    if composite is None:
-        model, info = cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
-    else:
-        model, info = _language_model(name, composite, **options)
+    try:
+        if composite is None:
+            model, info = cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
+        else:
+            model, info = _language_model(name, composite, **options)
+    except PronghornError:
+        raise
+    except _NOT_LOADED as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedError(
+            f"transformers can't load {options.get('gguf_file', name)} ({clip(reason, 300)})",
+            "download or copy it again; of a newer family, try a newer transformers",
+        ) from error
     remedy = "download or copy it again: configuration and weights must be of one model"
     lost = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     if lost:
@@ -138,13 +154,22 @@ def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype, exp
 
 def with_dtype(model: Any, dtype: torch.dtype) -> Any:
     """Give a model of a checkpoint in 4 bits the dtype that was asked for, and return it: of its other weights, and of
-    what the 4 bits are written out to and multiplied in. transformers 5 leaves what the checkpoint has."""
+    what the 4 bits are written out to and multiplied in. transformers 5 leaves what the checkpoint has.
+
+    Raises:
+        DataError: a linear that should be in 4 bits isn't.
+    """
     kept = "|".join(pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype))  # in float32
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
             parameter.data = parameter.data.to(torch.float32 if kept and re.search(kept, name) else dtype)
-    for module in model.modules():
+    for name, module in model.named_modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is None and hasattr(module, "compute_type_is_set"):
+            raise DataError(
+                f"{name} is plain in a checkpoint that bitsandbytes quantised otherwise",
+                "download it again, or name it in llm_int8_skip_modules of config.json's quantization_config",
+            )
         if state is not None:
             state.dtype = module.compute_dtype = dtype
             module.compute_type_is_set = True

@@ -13,8 +13,8 @@ from typing import Any
 from pronghorn.config.sections import CHANGES_BASE
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
-from pronghorn.precision.loader import checkpoint
-from pronghorn.text import counted
+from pronghorn.precision.loader import PLAIN, checkpoint
+from pronghorn.text import counted, short
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OUT_OF_BASE = (*CHANGES_BASE, "corda", "loftq", "lora_ga")
@@ -27,6 +27,8 @@ CONVERTED = (
 _INNER = r"(\.(token_adapter|modules_to_save|original_module|base_layer))*"
 _LONGEST, _MOST = 1_000, 1_000
 """Characters of a pattern; patterns of a field, and copies of layers."""
+_LARGEST = 100_000
+"""A rank beyond any weight's smaller size."""
 _MOST_PATHS = 10**8
 """How many ways a pattern may match a module's name: about `.*` four times, with alternatives."""
 _LONG_NAME = 64
@@ -72,6 +74,7 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
         if not isinstance(patterns, dict):
             raise DataError(f"{path}: {field} is not a table", "save the adapter again")
         _check_patterns(path, field, patterns)
+    _check_numbers(path, table)
     try:
         copies = sum(max(end - start, 1) for start, end in table.get("layer_replication") or ())
     except (TypeError, ValueError) as error:
@@ -79,6 +82,22 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
     if copies > _MOST:
         raise DataError(f"{path}: layer_replication makes {copies:,} layers, more than {_MOST:,}", "use fewer")
     return table
+
+
+def _check_numbers(path: Path, table: dict[str, Any]) -> None:
+    """Refuse ranks and scales with which PEFT fails or the adapter is another one: a text is true, whatever it says."""
+    for field in ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"):
+        if not isinstance(value := table.get(field) or False, bool):
+            raise DataError(f"{path}: {field} {short(value)} is neither true nor false", "write it without quotes")
+    ranks = {"r": table.get("r", 8)} | (table.get("rank_pattern") or {})
+    for name, rank in ranks.items() if table["peft_type"] == "LORA" else ():
+        if not isinstance(rank, int) or not 1 <= rank <= _LARGEST:
+            raise DataError(f"{path}: rank {short(rank)} of {name} is not from 1 to {_LARGEST:,}", "save it again")
+    for name, alpha in ({"lora_alpha": table.get("lora_alpha", 8)} | (table.get("alpha_pattern") or {})).items():
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise DataError(f"{path}: {short(alpha)} of {name} is not a finite number", "save the adapter again")
+    if (bias := table.get("bias", "none")) not in ("none", "all", "lora_only") and table["peft_type"] == "LORA":
+        raise DataError(f"{path}: bias {short(bias)} is none of none, all, lora_only", "save the adapter again")
 
 
 def changes_base(config: Any) -> bool:
@@ -97,7 +116,7 @@ def check_adapter_weights(folder: Path, table: dict[str, Any]) -> None:
     base. Declared are `modules_to_save`, biases where `bias` says so, embeddings and head (see `check_embeddings`).
 
     Raises:
-        DataError: other tensors; names them.
+        DataError: other tensors, or numbers that aren't plain; names them.
     """
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
@@ -118,7 +137,14 @@ def check_adapter_weights(folder: Path, table: dict[str, Any]) -> None:
             or any(module.endswith(saved) for module in modules)
         )
 
-    foreign = sorted(key for key in tensor_shapes(folder / WEIGHTS) if not declared(key))
+    stored = [*checkpoint(folder / WEIGHTS)] if (folder / WEIGHTS).is_file() else []
+    codes = next((tensor for tensor in stored if tensor.dtype not in PLAIN), None)
+    if codes is not None:
+        raise DataError(
+            f"{folder / WEIGHTS}: {codes.name} is {codes.dtype}, of which nothing says what its numbers mean",
+            "save the adapter in 16 or 32 bits",
+        )
+    foreign = sorted(tensor.name for tensor in stored if not declared(tensor.name))
     if foreign:
         raise DataError(
             f"{folder / WEIGHTS} holds {counted(len(foreign), 'tensor')} that would change the base model "

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pronghorn.errors import DataError, UnsupportedError
 
-_WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that hold plain weights; one may be read where another is expected. Codes of 8 and 4 bits may not."""
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -108,7 +108,7 @@ def _check_expected(name: str, stored: StoredTensor, expected: Mapping[str, Tens
     target = expected[name]
     if stored.shape != tuple(target.shape):
         raise DataError(f"{stored.origin}: {stored.name} is {[*stored.shape]}, not {[*target.shape]}", remedy)
-    if stored.dtype != target.dtype and not (stored.dtype in _WIDE and target.dtype in _WIDE):
+    if stored.dtype != target.dtype and not (stored.dtype in PLAIN and target.dtype in PLAIN):
         raise DataError(f"{stored.origin}: {stored.name} is {stored.dtype}, not {target.dtype}", remedy)
 
 
@@ -222,6 +222,16 @@ def check_weights(folder: Path) -> list[Path]:
         remedy = "copy or download the model's (or adapter's) weights into that folder"
         if any(file.startswith("consolidated") for file in found):
             remedy = f"those are Mistral's own: download the repository's {name}-….safetensors and their index, too"
+        elif (folder / "zero_to_fp32.py").is_file():
+            remedy = f"it is DeepSpeed's checkpoint: python {folder}/zero_to_fp32.py {folder} OUT --safe_serialization"
+        elif pieces := next(folder.glob("*/*.distcp"), None):
+            remedy = f"it is FSDP's checkpoint: accelerate merge-weights {pieces.parent} {folder}"
+        elif f"{name}.safetensors" in found:
+            remedy = f"{name}.safetensors is not a file, or a link to none: copy the file itself"
+        elif name == "adapter_model" and "model.safetensors" in found:
+            remedy = "adapter_config.json says that it is an adapter: remove that file if it is a whole model"
+        elif any(file.endswith(".safetensors") for file in found):
+            remedy = f"name a single file {name}.safetensors; several need their {name}.safetensors.index.json, too"
         elif found:
             remedy = "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path"
         raise DataError(
@@ -240,7 +250,8 @@ def json_value(path: Path, key: str) -> Any:
 
 def model_beneath(folder: Path) -> Path | None:
     """Return the first folder of a model at most two levels below one that is none; the hub's cache has it so."""
-    found = sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json"))
+    names = [f"{depth}/{name}config.json" for depth in ("*", "*/*") for name in ("", "adapter_")]
+    found = sorted(path.parent for name in names for path in folder.glob(name))
     return next(iter(found), None)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from rich.console import Console
 from rich.markup import escape
 from transformers import PrinterCallback, TrainerCallback
@@ -19,7 +20,7 @@ from pronghorn.config.values import ALL_LINEAR
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import processes
 from pronghorn.environment import world_size
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.loading.load import FoundModel, default_device, resolve_dtype
 from pronghorn.loading.new_tokens import grow_embeddings, trainable_tokens
@@ -161,8 +162,13 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
 
     Raises:
         ConfigError: the rows of a step can't be shared by these processes, or two have one GPU.
-        UnsupportedError: GPUs without NCCL.
+        UnsupportedError: GPUs without NCCL, or DeepSpeed in accelerate's configuration.
     """
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise UnsupportedError(
+            "DeepSpeed is switched on in accelerate's configuration (ACCELERATE_USE_DEEPSPEED), which isn't served",
+            "switch it off; launch.strategy: sharded shares a model's layers among GPUs",
+        )
     processes, timeout = world_size(), timedelta(minutes=recipe.launch.timeout_minutes)
     if processes > 1:  # here, as transformers sets no limit on CPUs, and whoever asks for the device joins the others
         check_backend(processes)
@@ -171,7 +177,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         check_one_dtype(recipe)
     train, device, autocast = recipe.train, default_device(), autocast_dtype(recipe)
     rows, micro_batches = share_of_step(recipe, processes)
-    return SFTConfig(
+    args = SFTConfig(
         output_dir=str(train.output),
         packing=recipe.packing.enabled,
         max_length=recipe.model.max_seq_length,
@@ -209,6 +215,9 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         disable_tqdm=True,
         accelerator_config={"dispatch_batches": False, "non_blocking": device.type == "cuda"},
     )
+    # else that of accelerate's configuration (ACCELERATE_MIXED_PRECISION), which knows nothing of the recipe
+    args.mixed_precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    return args
 
 
 def make_trainer(

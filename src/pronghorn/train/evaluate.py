@@ -73,7 +73,13 @@ def answer(
         text = render(chat, [], tokenizer, "the prompt", answer=True)
     else:  # trained on prompts and completions as they stand: each question is one by itself
         text = turns[-1]["content"]
-    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template, verbose=False)
+    encoded = tokenizer(
+        text,
+        return_tensors="pt",
+        return_token_type_ids=False,  # of tokenizers of a class that has them, which no causal LM takes
+        add_special_tokens=not tokenizer.chat_template,
+        verbose=False,
+    )
     if not tokenizer.chat_template and encoded["input_ids"][0, -1] == tokenizer.eos_token_id:
         encoded = encoded.__class__({name: value[:, :-1] for name, value in encoded.items()})  # training had none there
     used, positions = encoded["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)

@@ -47,13 +47,14 @@ def let_the_plan_decide(args: Any) -> None:
             setattr(args, name, False)
 
 
-def settled(accelerator: Any, handle: Handle, args: Any, padded: bool) -> dict[str, Any]:
+def settled(accelerator: Any, handle: Handle, padded: bool) -> dict[str, Any]:
     """Return what a plan has to know of training besides its arguments: whether batches are padded, autocast's dtype.
 
     Autocast to bfloat16 is switched off where the model is in it already: fused layers compute the same without, and
     CUDA graphs don't run under it.
     """
-    asked = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    named = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    asked = named.get(accelerator.mixed_precision)  # of SFTConfig, or else of accelerate's configuration
     fused = not padded and handle.layers is not None and handle.layers.reason(None) is None
     own = (p for name, p in handle.model.named_parameters() if ".lora_" not in name and p.is_floating_point())
     if asked is torch.bfloat16 and fused and all(p.dtype is asked for p in own):

@@ -129,7 +129,7 @@ class SFTTrainer(EvaluatingTrainer):
         handle = prepared_model.attached_on_its_device(adapted, args).adopt_adapters()
         self.has_own_loss = type(self).compute_loss is not SFTTrainer.compute_loss
         self.padded = padding_free.settle(self, handle, self._packs_train, self._packs_eval)  # why batches are, if so
-        settled = prepared_model.settled(self.accelerator, handle, args, self.padded is not None)
+        settled = prepared_model.settled(self.accelerator, handle, self.padded is not None)
         prepared_model.resolve_plan(handle, args, **settled)
         validate.check_tokens(self)
         for name in ("train_dataset", "eval_dataset"):
