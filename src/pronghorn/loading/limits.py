@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from pronghorn.errors import ConfigError, DataError
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.generic import text_config
 from pronghorn.loading.composite import Composite
-from pronghorn.models.adapter_files import tensor_shapes
+from pronghorn.models.adapter_files import CLASSIFIES, tensor_shapes
 from pronghorn.models.families import check_config
 
 LIMITS = {
@@ -32,6 +32,7 @@ LIMITS = {
 _NEEDED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 """Sizes that something is divided by: 0 is damage, too."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _REMEDY = "copy or download the model again: configuration and weights must be of one model"
 
 
@@ -70,10 +71,14 @@ def check_values(name: str | Path, config: Any) -> None:
 
     Raises:
         DataError: an unknown activation or kind of RoPE, or a stop or padding token outside the vocabulary.
+        UnsupportedError: a classifier, whose head a causal language model has no place for.
     """
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    for kind in getattr(config, "architectures", None) or ():
+        if str(kind).endswith(_CLASSIFIERS):
+            raise UnsupportedError(f"{name} is a {kind}, no causal language model", CLASSIFIES)
     for field in ("hidden_act", "hidden_activation"):
         act = getattr(config, field, None)
         if act is not None and act not in ACT2FN:
