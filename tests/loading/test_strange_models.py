@@ -74,6 +74,7 @@ def test_biases_are_an_adapter_s_only_where_it_declares_them(adapter: Path) -> N
         ({"modules_to_save": ["nowhere"]}, "modules_to_save 'nowhere' is not in the model"),
         ({"peft_type": "NEW"}, "is NEW, of an unknown kind"),
         ({"peft_type": ["LORA"]}, "of an unknown kind"),
+        ({"task_type": "SEQ_CLS"}, r"is a classifier's \(SEQ_CLS\): train it by transformers or TRL"),
         ({"megatron_config": {"a": 1}, "megatron_core": "antigravity"}, "megatron_config is not supported"),
         ({"base_model_name_or_path": "ADAPTER"}, "which is an adapter itself"),
         ({"r": 0}, "rank 0 of r is not from 1"),
@@ -172,6 +173,10 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_typ
         ({"rope_parameters": {"rope_type": "wish", "rope_theta": 1e4}}, "rope_type 'wish' is unknown"),
         ({"eos_token_id": 512}, r"the stop token 512 \(eos_token_id\) is outside the vocabulary of 512"),
         ({"eos_token_id": [2, 900]}, "the stop token 900"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "is a LlamaForSequenceClassification, no causal language",
+        ),
         ({"rope_parameters": 7}, r"its config\.json can't be used"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan is not from 0 to 1"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps -1e-05 is not"),

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from pronghorn.errors import ConfigError, DataError
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.generic import text_config
 from pronghorn.loading.composite import Composite
 from pronghorn.loading.packed_checkpoint import method_of
 from pronghorn.loading.stored_4bit import check_4bit
+from pronghorn.models.adapter_files import CLASSIFIES
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import PLAIN, StoredTensor, checkpoint
 
@@ -40,6 +41,7 @@ _NEEDED = (
 )
 """Sizes of which 0 is damage, too: something is divided by them, or nothing fits."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _REMEDY = "copy or download the model again: configuration and weights must be of one model"
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 _ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -85,6 +87,7 @@ def check_values(name: str | Path, config: Any) -> None:
     Raises:
         DataError: an unknown activation or kind of RoPE, numbers with which no hidden state would be right, or a stop
             or padding token outside the vocabulary.
+from pronghorn.models.adapter_files import CLASSIFIES
     """
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -100,6 +103,7 @@ def check_values(name: str | Path, config: Any) -> None:
             raise DataError(
                 f"{name}: {field} {epsilon} is not from 0 to 1; 1e-05 or 1e-06 is common", "fix config.json"
             )
+from pronghorn.models.adapter_files import CLASSIFIES
     for field in ("hidden_act", "hidden_activation"):
         act = getattr(config, field, None)
         if act is not None and act not in ACT2FN:

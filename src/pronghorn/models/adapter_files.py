@@ -20,11 +20,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OUT_OF_BASE = (*CHANGES_BASE, "corda", "loftq", "lora_ga")
 _BY_CHANCE = ("pissa_niter_", "corda", "lora_ga")
 """Ways to begin that take something random, or of some data, out of the base's weights."""
+CLASSIFIES = "train it by transformers or TRL (RewardTrainer) alone, of AutoModelForSequenceClassification"
 CONVERTED = (
     "save_pretrained(FOLDER, path_initial_model_for_weight_conversion=INITIAL) of the trained model, INITIAL being the "
     "adapter as it was saved before training, leaves plain LoRA"
 )
 _INNER = r"(\.(token_adapter|modules_to_save|original_module|base_layer))*"
+_CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 _LONGEST, _MOST = 1_000, 1_000
 """Characters of a pattern; patterns of a field, and copies of layers."""
 _LARGEST = 100_000
@@ -40,8 +42,8 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
 
     Raises:
         DataError: values of wrong types, patterns that are no regular expressions or match too slowly, absurd sizes.
-        UnsupportedError: virtual tokens, a kind of adapter that PEFT doesn't know, Megatron's layers, or a beginning
-            that can't be made again.
+        UnsupportedError: virtual tokens, a kind of adapter that PEFT doesn't know, a classifier's, Megatron's layers,
+            or a beginning that can't be made again.
     """
     from peft import PromptLearningConfig
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -55,6 +57,8 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
             f"the adapter in {path.parent} is {str(kind)[:40]}, {what}",
             "train a LoRA adapter; packed rows have no place for others",
         )
+    if table.get("task_type") in _CLASSIFYING:
+        raise UnsupportedError(f"the adapter in {path.parent} is a classifier's ({table['task_type']})", CLASSIFIES)
     if (init := begins_by_chance(table.get("init_lora_weights"))) is not None:
         raise UnsupportedError(
             f"{path}: init_lora_weights is {init}, so that the adapter fits the very base it was trained over alone",
