@@ -59,7 +59,7 @@ class Prepared:
     """Documents ready to pack, and what became of the rows."""
 
     dataset: Any
-    """`datasets.Dataset` of input_ids, labels (int32 lists) and source (text); memory-mapped but for cut documents."""
+    """`datasets.Dataset` of input_ids, labels (int32 lists) and source (text), memory-mapped."""
     whole: Any
     """The documents before the overflow rule."""
     counts: list[SourceCount]
@@ -157,7 +157,7 @@ def documents(
         taken = mixture(lengths, weights, seed)
         sets = [documents.select(indices) for documents, indices in zip(sets, taken, strict=True)]
     whole = concatenate_datasets([documents for documents in sets if len(documents)])
-    fitted, dataset = fit_dataset(whole, max_seq_length, overflow or data.overflow)
+    fitted, dataset = fit_dataset(whole, max_seq_length, overflow or data.overflow, cache.root)
     used = [len(documents) for documents in sets]
     held = [] if data.held_out is None else [data.held_out, split]
     return Prepared(
@@ -213,7 +213,7 @@ class _Cache:
         self._drop = data.bad_rows == "drop"
         self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt, data.control_tokens, self._drop)
         self._identity = _tokenizer_identity(tokenizer)
-        self._root = data.cache or Path(HF_HOME) / "pronghorn"
+        self.root = data.cache or Path(HF_HOME) / "pronghorn"
 
     def entry(self, source: Source) -> _Entry:
         """Return the source's entry, made if need be; other processes that want the same one wait for it."""
@@ -233,7 +233,7 @@ class _Cache:
             "tokenizer": self._identity,
         }
         key = _hash(made_of)
-        folder = self._root / key
+        folder = self.root / key
         try:
             if not (folder / MANIFEST).exists():
                 with lock(folder / ".lock", -1, f"{folder} is locked", "wait for the process that holds it"):
