@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import struct
 import time
 import traceback
 from collections.abc import Callable
+from io import StringIO
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow
 import pytest
+from rich.console import Console
 from transformers import AutoTokenizer
 
 from pronghorn.config.recipe import Data
@@ -26,6 +30,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.parts import Tokenising
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.state import digest
+from pronghorn.train.progress import RowsProgress
 from support.data_files import read_rows
 from support.overflow import fit_reference
 
@@ -415,6 +420,24 @@ def test_workers_end_with_a_killed_run(settings: Any, tokenizer: Any, tmp_path: 
     assert not list(entries(data)[0].glob(".part*"))
 
 
+@pytest.mark.slow
+def test_an_interrupted_run_ends_at_once(settings: Any, tokenizer: Any) -> None:
+    """Who waits while workers end their parts is interrupted once more, and then Python waited for them for ever."""
+
+    def interrupt(_: str, done: int, total: int | None) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    data = settings(rows=16_000, workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, tokenizer, progress=interrupt, part_rows=4000)
+    assert not active_children()
+    (folder,) = entries(data)
+    assert (folder / "part-00000.json").exists() and not (folder / "part-00003.arrow").exists()
+    assert not list(folder.glob(".part*"))
+    assert len(prepare(data, tokenizer, part_rows=4000).dataset) == 16_000
+
+
 def test_a_row_refused_before_a_line_that_cannot_be_read(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     """The file's first error is told, and what was whole before it stays."""
     settings(rows=50)
@@ -579,3 +602,14 @@ def test_a_set_larger_than_memory_is_streamed(settings: Any, tokenizer: Any, mon
     monkeypatch.setattr(Tokenising, "write", counted)
     assert len(prepare(settings(rows=100), tokenizer, part_rows=10).dataset) == 100
     assert most == 20 and waiting == 0
+
+
+def test_without_a_terminal_a_line_now_and_then_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.train.progress._SECONDS", -1)
+    written = StringIO()
+    with RowsProgress(Console(file=written, width=100)) as progress:
+        for done in (0, 50, 100):
+            progress("a.jsonl", done, 200)
+    first, *others, last = written.getvalue().splitlines()
+    assert first == "a.jsonl: 0 of 200 rows tokenised" and last.startswith("a.jsonl: 100 rows tokenised in ")
+    assert re.fullmatch(r"a.jsonl: 100 of 200 rows tokenised, about .* left", others[-1])

@@ -270,9 +270,12 @@ class _Cache:
                 unreadable.append(error)  # an error of the parts before it comes first
 
         self._progress(name, 0, total)
-        for part in write_parts(missing_parts(), self._how, self._data.workers or cores()):
-            done += part.rows + part.dropped
-            self._progress(name, done, total)
+        try:
+            for part in write_parts(missing_parts(), self._how, self._data.workers or cores()):
+                done += part.rows + part.dropped
+                self._progress(name, done, total)
+        finally:
+            clear_leftovers(folder)
         if unreadable:
             raise unreadable[0]
         if fingerprint(source) != made_of["files"]:
