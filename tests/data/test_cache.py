@@ -136,7 +136,8 @@ def test_whatever_decides_the_tokens_is_in_the_key(settings: Any, tokenizer: Any
     assert prepare(changed, tokenizer).key != first.key and len(entries(data)) == 2
 
 
-def test_a_file_that_changes_while_it_is_tokenised(settings: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize("half_a_row", [b"", b'{"prompt": "Sa'])
+def test_a_file_that_changes_while_it_is_tokenised(settings: Any, tokenizer: Any, half_a_row: bytes) -> None:
     """Its parts are of no one content: none is kept under the hash of the first."""
     data = settings()
     path = Path(str(data.train))
@@ -144,7 +145,7 @@ def test_a_file_that_changes_while_it_is_tokenised(settings: Any, tokenizer: Any
 
     def write(name: str, done: int, total: int | None) -> None:
         if done == 0:
-            path.write_bytes(before.replace(b"It is", b"It was"))
+            path.write_bytes(before.replace(b"It is", b"It was") + half_a_row)
 
     with pytest.raises(DataError, match=r"train\.jsonl changed while it was tokenised: run again"):
         prepare(data, tokenizer, progress=write)

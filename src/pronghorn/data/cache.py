@@ -270,18 +270,22 @@ class _Cache:
                 unreadable.append(error)  # an error of the parts before it comes first
 
         self._progress(name, 0, total)
+        problem = None
         try:
             for part in write_parts(missing_parts(), self._how, self._data.workers or cores()):
                 done += part.rows + part.dropped
                 self._progress(name, done, total)
+        except DataError as error:
+            problem = error
         finally:
             clear_leftovers(folder)
-        if unreadable:
-            raise unreadable[0]
-        if fingerprint(source) != made_of["files"]:
+        problem = problem or next(iter(unreadable), None)
+        if _changed(source, made_of["files"]):  # a row half written can't be read, and those before it are others
             for info in folder.glob("part-*.json"):
                 info.unlink()  # a part without it is made anew
-            raise DataError(f"{name} changed while it was tokenised", "run again once nothing writes to it")
+            raise DataError(f"{name} changed while it was tokenised", "run again once nothing writes to it") from problem
+        if problem is not None:
+            raise problem
         manifest = {
             "made_of": made_of,
             "format": reader.shape.name if reader.shape is not None else "",
@@ -290,6 +294,14 @@ class _Cache:
             "parts": parts,
         }
         write_json(folder / MANIFEST, SCHEMA, manifest)
+
+
+def _changed(source: Source, digests: Any) -> bool:
+    """Tell whether a source has other contents by now than these digests say, or none."""
+    try:
+        return fingerprint(source) != digests
+    except DataError:
+        return True
 
 
 def _open(folder: Path, key: str) -> _Entry:
