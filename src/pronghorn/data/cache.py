@@ -283,7 +283,9 @@ class _Cache:
         if _changed(source, made_of["files"]):  # a row half written can't be read, and those before it are others
             for info in folder.glob("part-*.json"):
                 info.unlink()  # a part without it is made anew
-            raise DataError(f"{name} changed while it was tokenised", "run again once nothing writes to it") from problem
+            raise DataError(
+                f"{name} changed while it was tokenised", "run again once nothing writes to it"
+            ) from problem
         if problem is not None:
             raise problem
         manifest = {
