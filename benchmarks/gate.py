@@ -1,4 +1,4 @@
-"""Judge a candidate's numbers before its time is taken, since a step that computes less is not a faster.
+"""Judge a candidate's numbers before its time is taken, since a step that computes less is no faster.
 
 `measure` runs in the candidate's process, `judge` in the parent's. Against the reference (`benchmarks.reference`): the
 loss, single documents' losses, the gradient's norm and its direction, tensor by tensor. By itself: gradients finite and

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import struct
 import time
 import traceback
 from collections.abc import Callable
+from io import StringIO
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow
 import pytest
+from rich.console import Console
 from transformers import AutoTokenizer
 
 from pronghorn.config.recipe import Data
 from pronghorn.data import cache as cache_module
 from pronghorn.data.cache import Prepared, documents
 from pronghorn.data.labels import label_rows
-from pronghorn.data.overflow import fit
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.parts import Tokenising
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.state import digest
+from pronghorn.train.progress import RowsProgress
 from support.data_files import read_rows
+from support.overflow import fit_reference
 
 TEMPLATE = (
     "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '</s>' }}{% endfor %}"
@@ -131,7 +136,8 @@ def test_whatever_decides_the_tokens_is_in_the_key(settings: Any, tokenizer: Any
     assert prepare(changed, tokenizer).key != first.key and len(entries(data)) == 2
 
 
-def test_a_file_that_changes_while_it_is_tokenised(settings: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize("half_a_row", [b"", b'{"prompt": "Sa'])
+def test_a_file_that_changes_while_it_is_tokenised(settings: Any, tokenizer: Any, half_a_row: bytes) -> None:
     """Its parts are of no one content: none is kept under the hash of the first."""
     data = settings()
     path = Path(str(data.train))
@@ -139,7 +145,7 @@ def test_a_file_that_changes_while_it_is_tokenised(settings: Any, tokenizer: Any
 
     def write(name: str, done: int, total: int | None) -> None:
         if done == 0:
-            path.write_bytes(before.replace(b"It is", b"It was"))
+            path.write_bytes(before.replace(b"It is", b"It was") + half_a_row)
 
     with pytest.raises(DataError, match=r"train\.jsonl changed while it was tokenised: run again"):
         prepare(data, tokenizer, progress=write)
@@ -165,13 +171,13 @@ def test_what_does_not_decide_the_tokens_is_not(settings: Any, tokenizer: Any) -
 def test_the_overflow_rule_on_cached_documents(settings: Any, tokenizer: Any, overflow: Any) -> None:
     data = settings(overflow=overflow)
     whole = label_rows(read_rows(data.train), tokenizer).documents
-    expected = fit(whole, 44, overflow)
+    expected, count = fit_reference(whole, 44, overflow)
     prepared = prepare(data, tokenizer, length=44)
-    assert sorted(content(prepared)) == sorted((d.input_ids, d.labels, d.source) for d in expected.documents)
+    assert sorted(content(prepared)) == sorted((d.input_ids, d.labels, d.source) for d in expected)
     assert (prepared.dropped, prepared.truncated, prepared.split) == (
-        expected.dropped,
-        expected.truncated,
-        expected.split,
+        count["dropped"],
+        count["truncated"],
+        count["split"],
     )
     assert prepared.dropped + prepared.truncated + prepared.split > 0
     fitting = [(d.input_ids, d.labels, d.source) for d in whole if len(d) <= 44]
@@ -415,6 +421,24 @@ def test_workers_end_with_a_killed_run(settings: Any, tokenizer: Any, tmp_path: 
     assert not list(entries(data)[0].glob(".part*"))
 
 
+@pytest.mark.slow
+def test_an_interrupted_run_ends_at_once(settings: Any, tokenizer: Any) -> None:
+    """Who waits while workers end their parts is interrupted once more, and then Python waited for them for ever."""
+
+    def interrupt(_: str, done: int, total: int | None) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    data = settings(rows=16_000, workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, tokenizer, progress=interrupt, part_rows=4000)
+    assert not active_children()
+    (folder,) = entries(data)
+    assert (folder / "part-00000.json").exists() and not (folder / "part-00003.arrow").exists()
+    assert not list(folder.glob(".part*"))
+    assert len(prepare(data, tokenizer, part_rows=4000).dataset) == 16_000
+
+
 def test_a_row_refused_before_a_line_that_cannot_be_read(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     """The file's first error is told, and what was whole before it stays."""
     settings(rows=50)
@@ -579,3 +603,14 @@ def test_a_set_larger_than_memory_is_streamed(settings: Any, tokenizer: Any, mon
     monkeypatch.setattr(Tokenising, "write", counted)
     assert len(prepare(settings(rows=100), tokenizer, part_rows=10).dataset) == 100
     assert most == 20 and waiting == 0
+
+
+def test_without_a_terminal_a_line_now_and_then_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.train.progress._SECONDS", -1)
+    written = StringIO()
+    with RowsProgress(Console(file=written, width=100)) as progress:
+        for done in (0, 50, 100):
+            progress("a.jsonl", done, 200)
+    first, *others, last = written.getvalue().splitlines()
+    assert first == "a.jsonl: 0 of 200 rows tokenised" and last.startswith("a.jsonl: 100 rows tokenised in ")
+    assert re.fullmatch(r"a.jsonl: 100 of 200 rows tokenised, about .* left", others[-1])

@@ -10,12 +10,12 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pronghorn.data.labels import label_rows
-from pronghorn.data.overflow import fit
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import PromptCompletion, Row, TextDocument
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from support.chats import CHATML, INST, QWEN3_LIKE, WHERE, byte_level, chat, one, texts, trained
 from support.data_files import read_rows
+from support.overflow import fit
 
 
 @pytest.fixture(scope="module")
@@ -178,13 +178,13 @@ def test_overflow() -> None:
     short = Document([1, 2], [-100, 2])
     long = Document([1, 2, 3, 4], [-100, -100, 3, 4], "chat.jsonl line 9")
     late = Document([1, 2, 3, 4], [-100, -100, -100, 4])
-    assert fit([short, short], 2).documents == [short, short]
+    assert fit([short, short], 2)[0] == [short, short]
     with pytest.raises(DataError, match=r"^chat.jsonl line 9 has 4 tokens > max_seq_length 3: raise model.max_"):
         fit([short, long], 3)
-    dropped = fit([short, long, late], 3, "drop")
-    assert (dropped.documents, dropped.dropped, dropped.truncated) == ([short], 2, 0)
-    cut = fit([short, long, late], 3, "truncate")
-    assert cut.documents == [short, Document([1, 2, 3], [-100, -100, 3], "chat.jsonl line 9")]
+    left, dropped = fit([short, long, late], 3, "drop")
+    assert (left, dropped.dropped, dropped.truncated) == ([short], 2, 0)
+    left, cut = fit([short, long, late], 3, "truncate")
+    assert left == [short, Document([1, 2, 3], [-100, -100, 3], "chat.jsonl line 9")]
     assert (cut.dropped, cut.truncated) == (1, 1)
     with pytest.raises(DataError, match=r"of 1 document none is left at max_seq_length 3 with data\.overflow: drop"):
         fit([long], 3, "drop")

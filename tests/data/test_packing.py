@@ -7,11 +7,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.packed_rows import PackedRows, PackingStats
+from pronghorn.data.packed_rows import PackedRows, PackingStats, lengths_of
 from pronghorn.data.packing import Document, pack, packing_ceiling, packing_efficiency
 from pronghorn.errors import DataError
 
@@ -158,3 +158,13 @@ def test_rows_of_a_set_are_its_packing() -> None:
         efficiency, ceiling = packing_efficiency(lengths, packing, 10), packing_ceiling(lengths, 10)
         assert rows.stats == PackingStats(6, 28, 4, 10, efficiency, ceiling) and efficiency < ceiling
         assert len(rows.first(2)) == 2 and rows.first(2)[1] == rows[1] and len(rows.first(None)) == len(rows) == 4
+
+
+def test_lengths_of_a_selection_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row, as `datasets` gathers them, those of a million documents took 3 s each of six times."""
+    documents = Dataset.from_dict({"input_ids": [[1] * number for number in range(50)]})
+    sets = [documents.select([7, 3, 3, 40]), documents.shuffle(0), documents.select([2, 1]).select([1])]
+    sets.append(concatenate_datasets([documents, sets[0]]))
+    expected = [[len(row["input_ids"]) for row in each] for each in sets]
+    monkeypatch.setattr(Dataset, "iter", lambda *_, **__: pytest.fail("gathered"))
+    assert [lengths_of(each) for each in sets] == expected

@@ -408,3 +408,30 @@ def test_recipes_of_mixtures_folders_and_hub_sets(tmp_path: Path, monkeypatch: p
         Path("r.yaml").write_text(RECIPE.replace("TRAIN", train))
         recipe = Recipe.load("r.yaml")
         assert Recipe.model_validate(recipe.to_dict()) == recipe
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv"])
+def test_texts_and_tables_are_streamed(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LINE_LIMIT", 2**18)
+    path, rows = tmp_path / f"big{suffix}", 2000
+    between, head = {".txt": ("\n<|endoftext|>\n", ""), ".csv": ("\n", "text\n")}[suffix]
+    path.write_text(head + between.join(f"{number} " + "é" * 1000 for number in range(rows)))
+    tracemalloc.start()
+    try:
+        numbers = [int(value["text"].split()[0]) for _, value in files.read_file(path)]
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 2
+    finally:
+        tracemalloc.stop()
+    assert numbers == [*range(rows)]
+
+
+def test_a_text_that_never_ends_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LINE_LIMIT", 100)
+    path = tmp_path / "book.txt"
+    path.write_text("short\n<|endoftext|>\n" + "a line\n" * 20)
+    rows = files.read_file(path)
+    assert next(rows) == (1, {"text": "short"})
+    with pytest.raises(DataError, match=r"book.txt line 3: a text of more than 100 bytes .* a line of <\|endoftext\|>"):
+        next(rows)

@@ -34,6 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_recipe_for_one_s_own_data_trains_as_it_stands(place: Path, stories: Path) -> None:
     result = invoke("init", "mine.yaml", "--model", str(stories), "--data", "rows.jsonl")
     assert result.exit_code == 0, result.output
+    assert "rows.jsonl: 40 rows tokenised in" in result.stdout
     text = (place / "mine.yaml").read_text()
     recipe = yaml.safe_load(text)
     assert recipe["model"]["max_seq_length"] == 512 and recipe["data"]["train"] == "rows.jsonl"

@@ -111,8 +111,10 @@ def init(
         if model is not None and not Path(model).expanduser().exists() and not _HUB_NAME.fullmatch(model):
             raise ConfigError(f"--model {model} does not exist", "give a model's folder or its hub name (owner/name)")
         from pronghorn.recipes.first import Machine, first_recipe, head
+        from pronghorn.train.progress import RowsProgress
 
-        draft = first_recipe(task, method, model, data, device)
+        with RowsProgress(console) as progress:
+            draft = first_recipe(task, method, model, data, device, progress)
         write_new(output, draft.text(head(Machine.of(device), data)))
         console.print(f"{output} is written.", markup=False)
         tell_next(console, output)

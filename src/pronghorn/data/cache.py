@@ -59,7 +59,7 @@ class Prepared:
     """Documents ready to pack, and what became of the rows."""
 
     dataset: Any
-    """`datasets.Dataset` of input_ids, labels (int32 lists) and source (text); memory-mapped but for cut documents."""
+    """`datasets.Dataset` of input_ids, labels (int32 lists) and source (text), memory-mapped."""
     whole: Any
     """The documents before the overflow rule."""
     counts: list[SourceCount]
@@ -157,7 +157,7 @@ def documents(
         taken = mixture(lengths, weights, seed)
         sets = [documents.select(indices) for documents, indices in zip(sets, taken, strict=True)]
     whole = concatenate_datasets([documents for documents in sets if len(documents)])
-    fitted, dataset = fit_dataset(whole, max_seq_length, overflow or data.overflow)
+    fitted, dataset = fit_dataset(whole, max_seq_length, overflow or data.overflow, cache.root)
     used = [len(documents) for documents in sets]
     held = [] if data.held_out is None else [data.held_out, split]
     return Prepared(
@@ -213,7 +213,7 @@ class _Cache:
         self._drop = data.bad_rows == "drop"
         self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt, data.control_tokens, self._drop)
         self._identity = _tokenizer_identity(tokenizer)
-        self._root = data.cache or Path(HF_HOME) / "pronghorn"
+        self.root = data.cache or Path(HF_HOME) / "pronghorn"
 
     def entry(self, source: Source) -> _Entry:
         """Return the source's entry, made if need be; other processes that want the same one wait for it."""
@@ -233,7 +233,7 @@ class _Cache:
             "tokenizer": self._identity,
         }
         key = _hash(made_of)
-        folder = self._root / key
+        folder = self.root / key
         try:
             if not (folder / MANIFEST).exists():
                 with lock(folder / ".lock", -1, f"{folder} is locked", "wait for the process that holds it"):
@@ -270,15 +270,24 @@ class _Cache:
                 unreadable.append(error)  # an error of the parts before it comes first
 
         self._progress(name, 0, total)
-        for part in write_parts(missing_parts(), self._how, self._data.workers or cores()):
-            done += part.rows + part.dropped
-            self._progress(name, done, total)
-        if unreadable:
-            raise unreadable[0]
-        if fingerprint(source) != made_of["files"]:
+        problem = None
+        try:
+            for part in write_parts(missing_parts(), self._how, self._data.workers or cores()):
+                done += part.rows + part.dropped
+                self._progress(name, done, total)
+        except DataError as error:
+            problem = error
+        finally:
+            clear_leftovers(folder)
+        problem = problem or next(iter(unreadable), None)
+        if _changed(source, made_of["files"]):  # a row half written can't be read, and those before it are others
             for info in folder.glob("part-*.json"):
                 info.unlink()  # a part without it is made anew
-            raise DataError(f"{name} changed while it was tokenised", "run again once nothing writes to it")
+            raise DataError(
+                f"{name} changed while it was tokenised", "run again once nothing writes to it"
+            ) from problem
+        if problem is not None:
+            raise problem
         manifest = {
             "made_of": made_of,
             "format": reader.shape.name if reader.shape is not None else "",
@@ -287,6 +296,14 @@ class _Cache:
             "parts": parts,
         }
         write_json(folder / MANIFEST, SCHEMA, manifest)
+
+
+def _changed(source: Source, digests: Any) -> bool:
+    """Tell whether a source has other contents by now than these digests say, or none."""
+    try:
+        return fingerprint(source) != digests
+    except DataError:
+        return True
 
 
 def _open(folder: Path, key: str) -> _Entry:

@@ -8,7 +8,7 @@
 | .parquet | a record; null fields of nested records are left out, since Parquet fills in what a record lacks | rows |
 | .txt | {"text": what stands between lines of `<|endoftext|>`}, without those the whole file | the line it starts on |
 
-JSON lines and Parquet are streamed, so they may be larger than memory; the others are read whole.
+All but JSON lists are streamed, so they may be larger than memory; a list takes about three times its size.
 """
 
 import json
@@ -252,18 +252,34 @@ def _json_error(error: Exception, path: Path, line: int) -> DataError:
 
 
 def _texts(path: Path) -> Values:
-    start, piece = 1, list[str]()
-    # Windows' line ends would be trained, and answered with
-    lines = _decode(path.read_bytes(), path, 1).replace("\r\n", "\n").split("\n")
-    for number, line in enumerate([*lines, SEPARATOR], 1):
-        if line != SEPARATOR:
-            piece.append(line)
-            continue
-        if "".join(piece).strip():
+    start, size, piece = 1, 0, list[str]()
+
+    def text(whole: str) -> Values:
+        if whole.strip():
             if all(_is_object(line) for line in piece if line.strip()):
                 raise DataError(f"{path} line {start}: a JSON object, not text", "rename the file: .jsonl")
-            yield start, {"text": "\n".join(piece)}
-        start, piece = number + 1, []
+            yield start, {"text": whole}
+
+    with path.open("rb") as file:
+        for number in count(1):
+            raw = file.readline(LINE_LIMIT + 1)
+            if not raw:
+                break
+            size += len(raw)
+            if size > LINE_LIMIT:
+                raise DataError(
+                    f"{path} line {start}: a text of more than {LINE_LIMIT:,} bytes (tokenising takes 100 times that)",
+                    f"write a line of {SEPARATOR} between two documents",
+                )
+            line = _decode(raw, path, number)
+            if line.endswith("\r\n"):  # Windows' line ends would be trained, and answered with
+                line = f"{line[:-2]}\n"
+            if line.removesuffix("\n") != SEPARATOR:
+                piece.append(line)
+                continue
+            yield from text("".join(piece).removesuffix("\n"))
+            start, size, piece = number + 1, 0, []
+    yield from text("".join(piece))
 
 
 def _is_object(line: str) -> bool:
@@ -278,8 +294,9 @@ def _csv(path: Path) -> Values:
     import pyarrow
     from pyarrow import csv
 
-    raw = path.read_bytes()
-    header = _decode(raw, path, 1).lstrip().partition("\n")[0]
+    with path.open("rb") as file:
+        lines = (_decode(line, path, number) for number, line in enumerate(iter(file.readline, b""), 1))
+        header = next(filter(None, map(str.strip, lines)), "")
     if not header:
         return
     delimiter = next((mark for mark in (";", "\t", "|") if "," not in header and mark in header), None)
@@ -292,13 +309,15 @@ def _csv(path: Path) -> Values:
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
     parse = csv.ParseOptions(newlines_in_values=True)
     try:
-        # not Python's BytesIO: the reader's own thread may wait for Python's lock while the reader is let go
-        names = csv.open_csv(pyarrow.BufferReader(raw), read, parse).schema.names
+        # a file of Arrow's: the reader's own thread may wait for Python's lock while the reader is let go
+        with pyarrow.OSFile(str(path)) as file, csv.open_csv(file, read, parse) as inferred:
+            names = inferred.schema.names
         _check_names(names, path)
         as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
-        with csv.open_csv(pyarrow.BufferReader(raw), read, parse, as_text) as batches:
+        with pyarrow.OSFile(str(path)) as file, csv.open_csv(file, read, parse, as_text) as batches:
             yield from enumerate((value for batch in batches for value in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
+        _decode(path.read_bytes(), path, 1)  # which names the line of bytes that aren't UTF-8
         raise DataError(f"{path}: not valid CSV ({error})", "fix that row; rows count from the header, 1") from error
 
 

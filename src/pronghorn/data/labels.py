@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.data.control_tokens import ControlTokens, Pieces, Rule
@@ -71,8 +72,8 @@ def label_rows(
             whole; "last" only the last of a conversation's assistant turns; "all" every token. Never the first token.
         system_prompt: begins the conversations (prompt and completion through a template are one) without a system
             message.
-        verify_rows: in so many rows every supervised range is checked against the tokens of the text before it and of
-            the text up to its end, tokenised by themselves.
+        verify_rows: in so many rows supervised ranges are checked (`verify`) against the tokens of the text before each
+            and of the text up to its end, tokenised by themselves.
         on_bad: called with the error of each row that can't be labelled, which is then left out; None raises it. What
             the check finds is always raised: rows that aren't checked have it, too.
         control_tokens: what becomes of control tokens (special ones, and other added tokens that the template writes)
@@ -371,16 +372,21 @@ def verify(
 ) -> None:
     """Tokenise the text before each turn, and the text up to the turn's end, by themselves with `encode`: they must
     give the tokens that the whole text has there, or the model is trained after other tokens than it sees when it
-    answers. Raises DataError otherwise."""
+    answers. Of a long conversation these are the first turns, up to CHARACTERS_PER_CALL in all, and the last: all
+    together they grow with the square of its turns. Raises DataError otherwise."""
     ends = [end for _, end in edges.encoding.offsets]
     if ends != sorted(ends):
         raise DataError(
             f"{rendered.source}: the tokenizer's offsets do not follow the text", "use a tokenizer whose offsets do"
         )
-    boundaries = [edge for turn in rendered.turns or () for edge in (turn.start, turn.end)]
+    chosen = list(zip(rendered.turns or (), ranges, strict=True))
+    characters = accumulate(turn.start + turn.end for turn, _ in chosen)
+    checked = [each for each, so_far in zip(chosen, characters, strict=True) if so_far <= CHARACTERS_PER_CALL]
+    checked += chosen[-1:] if len(checked) < len(chosen) else []
+    boundaries = [edge for turn, _ in checked for edge in (turn.start, turn.end)]
     alone = encode([rendered.text[:edge] for edge in boundaries]) if boundaries else []
     for number, (edge, tokens) in enumerate(zip(boundaries, alone, strict=True)):
-        first, last = ranges[number // 2]
+        first, last = checked[number // 2][1]
         if tokens != (ids[:last][: len(tokens)] if number % 2 else ids[:first]):
             other = " has other tokens by itself than within the whole text"
             raise _boundary_error(rendered, edge, "the text up to", other)

@@ -110,5 +110,8 @@ def lengths_of(documents: Any, name: str = "input_ids") -> list[int]:
     """Return the tokens (or what else `name` holds) of each document of a `datasets.Dataset`, without decoding one."""
     import pyarrow.compute
 
+    chosen = getattr(documents, "_indices", None)  # of a selection, which `datasets` gathers row by row
+    if chosen is not None:
+        return pyarrow.compute.list_value_length(documents.data[name]).take(chosen.column(0)).to_pylist()
     tables = documents.select_columns(name).with_format("arrow").iter(batch_size=10_000)
     return [n for table in tables for n in pyarrow.compute.list_value_length(table[name]).to_pylist()]

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,13 +97,15 @@ class Tokenising:
 
 
 def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, workers: int) -> Iterator[Part]:
-    """Write each part that `jobs` names, in order; the rows of at most 2 · workers parts are in memory at a time.
+    """Write each part that `jobs` names, in order; the rows of at most 2 · workers parts are in memory at a time. When
+    interrupted, workers are killed, and may leave temporary files.
 
     Raises:
         DataError: of the first part that has one, once the parts before it are written. TrainingError: a worker dies.
     """
     jobs = iter(jobs)
     first = list(islice(jobs, 2))
+    before = active_children()
     if len(first) < 2 or workers < 2:
         for path, rows in chain(first, jobs):
             yield how.write(path, rows)
@@ -123,6 +125,11 @@ def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, wor
             "lower data.workers (1 tokenises in this process), or, in a script, begin it under "
             'if __name__ == "__main__": the processes import it',
         ) from error
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        # a second Ctrl-C, while they end their parts, would leave Python waiting for them for ever
+        for process in set(active_children()) - set(before):
+            process.kill()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

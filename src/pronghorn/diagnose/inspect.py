@@ -297,7 +297,7 @@ def outcome(rule: str, fitted: Fitted) -> str:
     """Say what an overflow rule does with the documents that are too long."""
     if rule == "split":
         gone = f", {fitted.dropped_pieces:,} without a label dropped" if fitted.dropped_pieces else ""
-        return f"{counted(fitted.split, 'document', 'become')} {counted(len(fitted.documents), 'piece')}{gone}"
+        return f"{counted(fitted.split, 'document', 'become')} {counted(fitted.documents, 'piece')}{gone}"
     end = "its end" if fitted.truncated == 1 else "their end"
     cut = f"{counted(fitted.truncated, 'document', 'lose')} {end}, " if rule == "truncate" else ""
     return f"{cut}{fitted.dropped:,} dropped"

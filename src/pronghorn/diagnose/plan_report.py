@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pronghorn.attention.backends import check_on
 from pronghorn.config.recipe import Recipe
+from pronghorn.data.cache import documents
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import probe
 from pronghorn.errors import ConfigError, UnsupportedError
@@ -24,7 +25,8 @@ from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.memory.strategies import Choice, Strategy, choose
 from pronghorn.models.auto_plan import available, cuda_device_spec, dims_of, measured_times
 from pronghorn.models.report import queries_of
-from pronghorn.train.documents import find, prepare, tokenizer_for
+from pronghorn.train.documents import find, tokenizer_for
+from pronghorn.train.progress import RowsProgress
 
 SCHEMA = 2
 """Of `pronghorn plan --json`. 1 had one layer's time for all; since 2 `times_ms.layers` has an entry a layer."""
@@ -165,7 +167,7 @@ def report_plan(
     handle = weightless(recipe, found_model)
     for query in queries_of(handle.model, autocast):
         check_on(handle.options.backend, query, spec.name, spec.bf16)  # what has bfloat16 is an Ampere or newer
-    data = _count(recipe, found_model, 1 if several is None else several.count)
+    data = _count(recipe, found_model, 1 if several is None else several.count, console)
     dims, setup = dims_of(handle.model), work_of(recipe, handle, autocast)
     unfused = None if handle.layers is None else handle.layers.reason(autocast)
     if setup.padded:
@@ -218,7 +220,7 @@ def policy_map(plan: Plan) -> str:
     return "layers " + ", ".join(parts) + tiled + (f"; {CODES_WRITTEN}" if plan.codes_written else "")
 
 
-def _count(recipe: Recipe, found_model: FoundModel, gpus: int) -> dict[str, int] | None:
+def _count(recipe: Recipe, found_model: FoundModel, gpus: int, console: Console) -> dict[str, int] | None:
     """Count the data set's tokens and the run's micro-batches on all GPUs, if it is local and small."""
     sizes: list[int] = []
     for source in recipe.data.sources("train"):
@@ -226,8 +228,10 @@ def _count(recipe: Recipe, found_model: FoundModel, gpus: int) -> dict[str, int]
         sizes += [file.stat().st_size for file in files if file.is_file()] or [SMALL_DATA + 1]
     if sum(sizes) > SMALL_DATA:
         return None
-    documents = prepare(recipe, "train", tokenizer_for(recipe, found_model), Console(quiet=True)).dataset
-    stats = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.data_seed).stats
+    length, seed = recipe.model.max_seq_length, recipe.data_seed
+    with RowsProgress(console) as progress:
+        prepared = documents(recipe.data, "train", tokenizer_for(recipe, found_model), length, seed, progress)
+        stats = PackedRows(prepared.dataset, length, seed).stats
     rows = stats.rows if recipe.packing.enabled else stats.documents
     batches = micro_batches(recipe, rows, gpus)
     return {"tokens": stats.tokens, "documents": stats.documents, "micro_batches": batches}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.config.recipe import Recipe
 from pronghorn.data.files import READERS, read_file
@@ -19,6 +19,9 @@ from pronghorn.memory.estimate import GIB
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.recipes.draft import Draft
 from pronghorn.text import counted, duration
+
+if TYPE_CHECKING:
+    from pronghorn.data.cache import Progress
 
 Task = Literal["sft", "pretrain"]
 Method = Literal["lora", "qlora", "full"]
@@ -60,12 +63,20 @@ class Machine:
         return "Qwen/Qwen3-" + next((size for gib, size in sizes if self.gib < gib), "8B")
 
 
-def first_recipe(task: Task, method: Method, model: str | None, data: Path | None, device: str | None) -> Draft:
+def first_recipe(
+    task: Task,
+    method: Method,
+    model: str | None,
+    data: Path | None,
+    device: str | None,
+    progress: Progress | None = None,
+) -> Draft:
     """Return a recipe that trains `model` on `data`.
 
     Args:
         model, data: None for one that suits the machine, and for a file to be written.
         device: a GPU to write for, as `pronghorn plan` knows it; None for this machine.
+        progress: is told of the rows that are tokenised.
     Raises:
         ConfigError, DataError, UnsupportedError: what training would raise.
     """
@@ -90,7 +101,7 @@ def first_recipe(task: Task, method: Method, model: str | None, data: Path | Non
     draft.put("train.lr_scheduler", "cosine", "how it falls")
     draft.put("packing.rows_per_step", 1, "rows of a micro-batch; each is full of documents")
     if data is not None:
-        _look_at(draft, machine, named=model is not None)
+        _look_at(draft, machine, model is not None, progress)
         if machine.gpu:
             _fit(draft, device, method)
     draft.check()
@@ -102,7 +113,7 @@ def _recipe(draft: Draft, **data: Any) -> Recipe:
     return Recipe.model_validate({**draft.recipe, "data": {**draft.recipe["data"], **data}})
 
 
-def _look_at(draft: Draft, machine: Machine, named: bool) -> None:
+def _look_at(draft: Draft, machine: Machine, named: bool, progress: Progress | None) -> None:
     """Set the row's length, the overflow rule and the columns by what the data are.
 
     Args:
@@ -120,7 +131,7 @@ def _look_at(draft: Draft, machine: Machine, named: bool) -> None:
         raise DataError(error.problem, "name a model that you have: --model FOLDER") from error
     limit = getattr((located.base or located).config, "max_position_embeddings", None) or LONGEST
     draft.put("model.max_seq_length", min(limit, 4 * LONGEST))
-    seen = inspect(_recipe(draft, overflow="truncate"), "train", 0)
+    seen = inspect(_recipe(draft, overflow="truncate"), "train", 0, progress)
     _choose_length(draft, seen, min(limit, LONGEST if machine.gpu else ON_A_CPU))
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LINES = 10
 """About how many lines a whole training prints where there is no terminal."""
+_SECONDS = 30
+"""Between two lines of rows being tokenised."""
 WAITING = 0.1
 """Share of the time spent waiting for data from which on it is shown."""
 
@@ -115,31 +117,39 @@ def track(iterable: Iterable[T], description: str, total: int | None, console: C
 
 
 class RowsProgress:
-    """Show rows being tokenised: a bar with the time left on a terminal, and a line a source when all are done.
+    """Show data being read and tokenised: bars with the time left on a terminal, and a line a source when all are done;
+    without a terminal a line now and then, too.
 
-    A context manager; called with (source, rows done, rows in all or None). Nothing is shown for what is done at once.
+    A context manager; called with (source, rows done, rows in all or None).
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._bar = _bar(console, transient=True)
         self._tasks: dict[str, TaskID] = {}
+        self._printed = time.perf_counter()
 
     def __call__(self, source: str, done: int, total: int | None) -> None:
         if source not in self._tasks:
-            self._bar.start()
             self._tasks[source] = self._bar.add_task(f"Tokenising {escape(source)}", total=total, figures="")
         self._bar.update(self._tasks[source], completed=done)
+        if not self.console.is_terminal and time.perf_counter() - self._printed > _SECONDS:
+            self._printed = time.perf_counter()
+            left = next(task.time_remaining for task in self._bar.tasks if task.id == self._tasks[source])
+            of = "" if total is None else f" of {total:,}"
+            about = "" if left is None else f", about {duration(left)} left"
+            self.console.print(f"{source}: {done:,}{of} rows tokenised{about}", markup=False, highlight=False)
 
     def __enter__(self) -> RowsProgress:
+        self._bar.add_task("Reading the data", total=None, figures="")  # hashing and packing them, too
+        self._bar.start()
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
-        if self._tasks:
-            self._bar.stop()
+        self._bar.stop()
         if error is not None:  # whose own message says what happened
             return
-        for source, task in zip(self._tasks, self._bar.tasks, strict=True):
+        for source, task in zip(self._tasks, self._bar.tasks[1:], strict=True):
             rows = counted(int(task.completed), "row")
             self.console.print(f"{source}: {rows} tokenised in {duration(task.elapsed or 0.0)}", markup=False)
 
