@@ -87,11 +87,14 @@ def check_values(name: str | Path, config: Any) -> None:
     Raises:
         DataError: an unknown activation or kind of RoPE, numbers with which no hidden state would be right, or a stop
             or padding token outside the vocabulary.
-from pronghorn.models.adapter_files import CLASSIFIES
+        UnsupportedError: a classifier, whose head a causal language model has no place for.
     """
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    for kind in getattr(config, "architectures", None) or ():
+        if str(kind).endswith(_CLASSIFIERS):
+            raise UnsupportedError(f"{name} is a {kind}, no causal language model", CLASSIFIES)
     text = text_config(config)
     if isinstance(text, dict):
         raise DataError(f"{name}: a text_config, which {config.model_type} doesn't have", "fix config.json")
@@ -103,7 +106,6 @@ from pronghorn.models.adapter_files import CLASSIFIES
             raise DataError(
                 f"{name}: {field} {epsilon} is not from 0 to 1; 1e-05 or 1e-06 is common", "fix config.json"
             )
-from pronghorn.models.adapter_files import CLASSIFIES
     for field in ("hidden_act", "hidden_activation"):
         act = getattr(config, field, None)
         if act is not None and act not in ACT2FN:
