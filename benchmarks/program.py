@@ -58,13 +58,14 @@ def gsm8k(file: Path, tokenizer: Any, longest: int, most: int | None = None) -> 
     from pronghorn.config.recipe import Source
     from pronghorn.data.formats import RowReader
     from pronghorn.data.labels import label_rows
-    from pronghorn.data.overflow import fit
+    from pronghorn.data.packing import Document
     from pronghorn.data.sources import read_source
 
     reader = RowReader(columns={"prompt": "question", "completion": "answer"})
     rows = list(read_source(Source(path=file, max_samples=most), reader))
-    documents = fit(label_rows(rows, tokenizer).documents, longest, "truncate").documents
-    return [{"input_ids": document.input_ids, "labels": document.labels} for document in documents]
+    labelled = label_rows(rows, tokenizer).documents
+    cut = [Document(document.input_ids[:longest], document.labels[:longest], document.source) for document in labelled]
+    return [{"input_ids": document.input_ids, "labels": document.labels} for document in cut if document.supervised]
 
 
 def packed_batches(model: Any, tokens: int, seed: int) -> list[dict[str, Any]]:

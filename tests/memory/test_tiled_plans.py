@@ -261,6 +261,6 @@ def test_a_recipe_asks_for_tiles(way: str, tmp_path: Path) -> None:
     )
     shown = CliRunner().invoke(app, ["plan", str(recipe), "--device", "h100", "--json"], catch_exceptions=False)
     assert shown.exit_code == 0, shown.output
-    assert json.loads(shown.output)["plan"]["mlp_rows"] == (TILE_ROWS if way == "tiled" else 0)
+    assert json.loads(shown.stdout)["plan"]["mlp_rows"] == (TILE_ROWS if way == "tiled" else 0)
     text = CliRunner().invoke(app, ["plan", str(recipe), "--device", "h100"], catch_exceptions=False).output
     assert ("MLPs in tiles of 16,384 rows" in text) == ("feed_forward: tiled" in text) == (way == "tiled")

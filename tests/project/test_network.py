@@ -85,7 +85,7 @@ def test_doctor_says_what_would_be_contacted() -> None:
     def told(**environment: str) -> str:
         return "; ".join(f"{finding.part}: {finding.found}" for finding in network_findings(environment))
 
-    hub = "Network: https://huggingface.co, for models and data that are no local path"
+    hub = "Network: https://huggingface.co, for models and data that aren't local"
     assert told(HF_HUB_DISABLE_TELEMETRY="1") == f"{hub}; TRL's telemetry: off (HF_HUB_DISABLE_TELEMETRY)"
     assert "TRL's telemetry: on: sent to https://huggingface.co" in told(HF_HUB_DISABLE_TELEMETRY="0")
     assert "off" in told(DO_NOT_TRACK="true") and "https://mirror" in told(HF_ENDPOINT="https://mirror")

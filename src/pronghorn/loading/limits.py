@@ -170,7 +170,7 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: C
             towers, too, a tensor that is none of its parts'.
     """
     stored = [tensor for file in files for tensor in checkpoint(file)]
-    _check_stored(folder, files, stored, config)
+    _check_stored(folder, files, stored, config, composite)
     family = check_config(config)
     if family.generic:  # names and sizes of its tensors are transformers' affair, which tells what is missing
         return
@@ -187,7 +187,9 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: C
             raise DataError(f"{folder}: config.json says {expected} for {key}, the weights hold {shape}", _REMEDY)
 
 
-def _check_stored(folder: Path, files: list[Path], stored: list[StoredTensor], config: Any) -> None:
+def _check_stored(
+    folder: Path, files: list[Path], stored: list[StoredTensor], config: Any, composite: Composite | None
+) -> None:
     """Refuse tensors that transformers would leave out or read as other numbers."""
     for tensor in stored:
         if (found := _WRAPPED.search(tensor.name)) is not None:
@@ -197,6 +199,8 @@ def _check_stored(folder: Path, files: list[Path], stored: list[StoredTensor], c
                 "save_pretrained_merged",
             )
     packed = [tensor for tensor in stored if tensor.dtype not in PLAIN and tensor.name.endswith((".weight", "_proj"))]
+    if composite is not None:  # towers aren't read
+        packed = [tensor for tensor in packed if composite.inside(tensor.name) is not None]
     if packed and getattr(config, "quantization_config", None) is None:
         raise DataError(
             f"{packed[0].origin}: {packed[0].name} is {packed[0].dtype}, and config.json has no quantization_config "

@@ -228,9 +228,9 @@ def check_weights(folder: Path) -> list[Path]:
             remedy = f"it is FSDP's checkpoint: accelerate merge-weights {pieces.parent} {folder}"
         elif f"{name}.safetensors" in found:
             remedy = f"{name}.safetensors is not a file, or a link to none: copy the file itself"
-        elif name == "adapter_model" and "model.safetensors" in found:
+        elif name == "adapter_model" and found == ["model.safetensors"]:
             remedy = "adapter_config.json says that it is an adapter: remove that file if it is a whole model"
-        elif any(file.endswith(".safetensors") for file in found):
+        elif f"{name}.bin" not in found and any(file.endswith(".safetensors") for file in found):
             remedy = f"name a single file {name}.safetensors; several need their {name}.safetensors.index.json, too"
         elif found:
             remedy = "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path"
