@@ -172,10 +172,10 @@ USES: dict[str, Callable[[Any], list[Tensor]]] = {
 
 def outcome(use: Callable[[Any], list[Tensor]], model: Any) -> list[Tensor] | type[Exception]:
     """Return what a use gives, or how transformers or PEFT refuses it: a draft for layers that sum tokens up, adapters
-    by name for experts, one mask for layers with a window and without."""
+    by name for experts, one mask for layers with a window and without, a static cache of Llama 4 under 5.17."""
     try:
         return use(model)
-    except (ValueError, RuntimeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return type(error)
 
 
