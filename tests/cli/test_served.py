@@ -80,7 +80,7 @@ def test_a_server_that_is_not_there(name: str, answering_run: Path) -> None:
 
 def test_a_server_that_is_not_openai_compatible(engine: TransformersEngine, answering_run: Path) -> None:
     with serving(Stub(engine, body=b"<html>hello</html>")) as url:
-        refused(command("verify", "--served", url, answering_run), "is no JSON but text/html", "OpenAI-compatible")
+        refused(command("verify", "--served", url, answering_run), "is not JSON but text/html", "OpenAI-compatible")
     with serving(Stub(engine, body=b'{"models": []}')) as url:
         refused(command("verify", "--served", url, answering_run), "is not OpenAI-compatible", "OpenAI-compatible")
     with serving(Stub(engine)) as url:
@@ -194,7 +194,7 @@ def test_an_answer_that_is_no_stream_is_read_or_refused(engine: TransformersEngi
     with serving(Stub(engine, streamed=("application/json", b'{"error": "loading"}'))) as url:
         refused(command("chat", "--served", url, text="Who?\n"), "fails: loading", "server's log")
     with serving(Stub(engine, streamed=("text/html", b"<html>"))) as url:
-        refused(command("chat", "--served", url, text="Who?\n"), "is no JSON but text/html", "OpenAI-compatible")
+        refused(command("chat", "--served", url, text="Who?\n"), "is not JSON but text/html", "OpenAI-compatible")
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

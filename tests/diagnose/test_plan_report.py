@@ -99,7 +99,7 @@ def test_layers_that_are_not_fused_are_told(stories: Path, tmp_path: Path, chang
 @pytest.mark.parametrize(
     ("change", "device", "reason"),
     [
-        ("packing.attention=tiled", "h100", "head_dim 8 is none of 16, 32, 64, 128"),
+        ("packing.attention=tiled", "h100", "head_dim 8 is not one of 16, 32, 64, 128"),
         ("packing.attention=flash", "t4", "t4 is older than Ampere"),
         ("packing.attention=flash precision.dtype=float32", "h100", "flash varlen has no float32"),
         ("packing.attention=flash", "24GiB", None),

@@ -72,7 +72,7 @@ def test_without_a_token_nothing_is_asked(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["me/mine/more", "a b", "me/", "", "-me/x", "me/x.git"])
 def test_a_name_that_is_none_is_refused(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="is not a name of a repository"):
+    with pytest.raises(ConfigError, match="is not a repository's name"):
         push_folder(folder, name, token=TOKEN, endpoint="http://127.0.0.1:9")
 
 

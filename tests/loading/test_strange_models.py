@@ -83,7 +83,7 @@ def test_biases_are_an_adapter_s_only_where_it_declares_them(adapter: Path) -> N
         ({"lora_alpha": float("nan")}, "nan of lora_alpha is not a finite number"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, "inf of q_proj is not a finite number"),
         ({"use_rslora": "false"}, "use_rslora 'false' is neither true nor false"),
-        ({"bias": "some"}, "bias 'some' is none of none, all, lora_only"),
+        ({"bias": "some"}, "bias 'some' is not one of none, all and lora_only"),
         ({"modules_to_save": ["lm_head"]}, r"lacks 1 weight of its adapter \(base_model\.model\.lm_head\.weight"),
         ({"trainable_token_indices": [600]}, "doesn't fit its base model .index 600 is out of bounds"),
         ({"layer_replication": [[0, 9]]}, "doesn't fit its base model .index 5 is out of range"),
@@ -203,8 +203,8 @@ def test_configurations_of_models(model: Path, values: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no JSON table"),
-        ("[]", "is no JSON table"),
+        ("", "is not a JSON table"),
+        ("[]", "is not a JSON table"),
         ("version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ('{"eos_token_id": 9999}', r"generation_config\.json: the stop token 9999 .* outside the vocabulary of 512"),
         ('{"eos_token_id": ["</s>"]}', "the stop token '</s>'"),

@@ -80,5 +80,5 @@ def _unfit_query(query: Tensor) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"attention by tiles has no {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] not in TILED_HEAD_DIMS:
-        return f"head_dim {query.shape[-1]} is none of {', '.join(map(str, TILED_HEAD_DIMS))}"
+        return f"head_dim {query.shape[-1]} is not one of {', '.join(map(str, TILED_HEAD_DIMS))}"
     return None

@@ -105,11 +105,11 @@ def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, wor
     """
     jobs = iter(jobs)
     first = list(islice(jobs, 2))
-    before = active_children()
     if len(first) < 2 or workers < 2:
         for path, rows in chain(first, jobs):
             yield how.write(path, rows)
         return
+    before = active_children()
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(how,))
     pending: deque[Future[Part]] = deque()
     try:

@@ -67,7 +67,7 @@ def check_push(repo: str, token: str | None = None) -> str:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ConfigError(f"{repo!r} is not a name of a repository ({error})", "write owner/name") from error
+        raise ConfigError(f"{repo!r} is not a repository's name ({error})", "write owner/name") from error
     found = token or get_token()
     if not found:
         raise ConfigError(

@@ -66,8 +66,8 @@ def family_of(config: Any) -> FamilySpec:
     spec = FAMILIES.get(config.model_type)
     if spec is None or not spec.serves(config):
         spec = generic_spec(config)
-    served: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None), **spec.refused_options}
-    served["is_causal"] = (True, None)
+    served: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None), "is_causal": (True, None)}
+    served |= spec.refused_options
     if not spec.generic:  # whose attention has no such kernels
         served |= {"attention_dropout": (0, None), "attn_logit_softcapping": (None,)}
     for name, values in served.items():

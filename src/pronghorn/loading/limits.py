@@ -132,7 +132,7 @@ def check_values(name: str | Path, config: Any) -> None:
             stops = table.get("eos_token_id")
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(
-                f"{file} is no JSON table ({error})",
+                f"{file} is not a JSON table ({error})",
                 "copy or download it again; git lfs pull, if Git LFS left a pointer",
             ) from error
         _check_stops(file, stops, text.vocab_size, "fix it: generation stops there")

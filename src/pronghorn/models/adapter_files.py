@@ -101,7 +101,7 @@ def _check_numbers(path: Path, table: dict[str, Any]) -> None:
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise DataError(f"{path}: {short(alpha)} of {name} is not a finite number", "save the adapter again")
     if (bias := table.get("bias", "none")) not in ("none", "all", "lora_only") and table["peft_type"] == "LORA":
-        raise DataError(f"{path}: bias {short(bias)} is none of none, all, lora_only", "save the adapter again")
+        raise DataError(f"{path}: bias {short(bias)} is not one of none, all and lora_only", "save the adapter again")
 
 
 def changes_base(config: Any) -> bool:

@@ -129,25 +129,16 @@ class GenericPacking:
         Raises:
             UnsupportedError: they don't.
         """
+        config = text_config(self.model.config)
         check_mixing(mixing_adapter(self.model), packed)
-        check_causal(text_config(self.model.config), given)
+        check_causal(config, given)
         check_rope(self.model, packed)
-        self._check_chunks(packed)
+        _check_chunks(config, packed)
         if self.way is None and _documents(packed) > 1:  # the first packed batch; a probe sets the way itself
             from pronghorn.models.probe import require_isolation
 
             require_isolation(self.model)
         return self.arguments(packed, {**given, "use_cache": False})
-
-    def _check_chunks(self, packed: PackedBatch) -> None:
-        chunk = getattr(text_config(self.model.config), "attention_chunk_size", None)
-        if chunk and packed.tokens > chunk and _documents(packed) > 1 and not chunks_follow_documents():
-            raise UnsupportedError(
-                f"a packed row of {packed.tokens:,} tokens is longer than attention_chunk_size = {chunk:,}, and this "
-                "version of transformers counts chunks from the row's start, not from each document's",
-                f"upgrade transformers, take rows of {chunk:,} tokens, or train unpacked: packing.enabled: false in a "
-                "recipe, SFTConfig(packing=False) in a script",
-            )
 
     def arguments(self, packed: PackedBatch, given: dict[str, Any]) -> dict[str, Any]:
         """Return the keywords of a packed batch's forward: what was given, and the documents' bounds."""
@@ -277,6 +268,18 @@ def _tokens(given: dict[str, Any]) -> Any:
     """Return the tokens of a forward's keywords, ids or embeddings."""
     ids = given.get("input_ids")
     return given.get("inputs_embeds") if ids is None else ids
+
+
+def _check_chunks(config: Any, packed: PackedBatch) -> None:
+    """Refuse a row whose documents this version of transformers would cut into chunks elsewhere than alone."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and packed.tokens > chunk and _documents(packed) > 1 and not chunks_follow_documents():
+        raise UnsupportedError(
+            f"a packed row of {packed.tokens:,} tokens is longer than attention_chunk_size = {chunk:,}, and this "
+            "version of transformers counts chunks from the row's start, not from each document's",
+            f"upgrade transformers, take rows of {chunk:,} tokens, or train unpacked: packing.enabled: false in a "
+            "recipe, SFTConfig(packing=False) in a script",
+        )
 
 
 def _documents(packed: PackedBatch) -> int:

@@ -97,7 +97,7 @@ class Server:
             return json.loads(text)
         except ValueError as error:
             raise ServerError(
-                f"{self.url}{path} is no JSON but {kind or 'text'} ({clip(text.strip(), 60)!r})",
+                f"{self.url}{path} is not JSON but {kind or 'text'} ({clip(text.strip(), 60)!r})",
                 "give the address of an OpenAI-compatible server, e.g. http://127.0.0.1:8000",
             ) from error
 
