@@ -78,7 +78,7 @@ def packed_attention(
     if packed is None and (s_aux is not None or softcap is not None):
         if attention_mask is None and query.shape[2] > 1:  # further keys are a static cache's empty ones, as for SDPA
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-            if kwargs.get("is_causal") is False:  # a mask that hides nothing wasn't made
+            if kwargs.get("is_causal") is False:  # transformers makes no mask that hides nothing
                 attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         out = sink_attention(query, key, value, attention_mask, scale, s_aux, dropout, softcap)
         return out.transpose(1, 2).contiguous(), None

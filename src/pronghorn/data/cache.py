@@ -280,7 +280,7 @@ class _Cache:
         finally:
             clear_leftovers(folder)
         problem = problem or next(iter(unreadable), None)
-        if _changed(source, made_of["files"]):  # a row half written can't be read, and those before it are others
+        if _changed(source, made_of["files"]):  # what can't be read may be a row half written
             for info in folder.glob("part-*.json"):
                 info.unlink()  # a part without it is made anew
             raise DataError(

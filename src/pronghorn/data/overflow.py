@@ -132,7 +132,7 @@ def _written(whole: Any, long: list[int], length: int, overflow: Overflow, fitte
                 stream.write_table(pyarrow.table({name: _column(columns[name]) for name in schema.names}, schema))
         file.flush()
         buffer = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-    # its own would be that of all bytes, in memory
+    # a fingerprint of ours: datasets' own would hash all bytes
     return Dataset(InMemoryTable.from_buffer(buffer), fingerprint=Hasher.hash([whole._fingerprint, length, overflow]))
 
 

@@ -79,7 +79,7 @@ def has_more_tokens(folder: str | Path, tokenizer: Any, base: Any) -> bool:
         DataError: it is another model's: rows are grown at the end, and its ids would mean other tokens' rows.
     """
     own, special = tokenizer.get_vocab(), set(base.all_special_tokens)
-    # of a base without a tokenizer's files transformers makes one of special tokens alone
+    # if the base has no tokenizer's files, transformers makes a tokenizer of special tokens alone
     known = {token: index for token, index in base.get_vocab().items() if token not in special}
     same = sum(own.get(token) == index for token, index in known.items())
     if same < len(known) / 2:  # some are renamed where a model has tokens to spare

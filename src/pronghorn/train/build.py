@@ -215,7 +215,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         disable_tqdm=True,
         accelerator_config={"dispatch_batches": False, "non_blocking": device.type == "cuda"},
     )
-    # else that of accelerate's configuration (ACCELERATE_MIXED_PRECISION), which knows nothing of the recipe
+    # otherwise ACCELERATE_MIXED_PRECISION decides, which accelerate's launcher sets and the recipe knows nothing of
     args.mixed_precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     return args
 

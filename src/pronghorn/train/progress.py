@@ -141,7 +141,7 @@ class RowsProgress:
             self.console.print(f"{source}: {done:,}{of} rows tokenised{about}", markup=False, highlight=False)
 
     def __enter__(self) -> RowsProgress:
-        self._bar.add_task("Reading the data", total=None, figures="")  # hashing and packing them, too
+        self._bar.add_task("Reading the data", total=None, figures="")  # while they are hashed and packed, too
         self._bar.start()
         return self
 
