@@ -88,24 +88,33 @@ def finish(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {"steps": trainer.state.global_step, "losses": losses, "peak_bytes": peak}
 
 
-def trl(given: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """TRL's trainer: padded batches, recomputing, as it comes."""
+def trl(given: dict[str, Any], in_4_bits: bool = False, **more: Any) -> dict[str, Any]:
+    """TRL's trainer: padded batches, recomputing, as it comes; in NF4 by bitsandbytes, as TRL's QLoRA guide does."""
     import torch
     import trl as library
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
     MARKS["imported"] = time.time()
     cuda = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.bfloat16 if cuda else torch.float32)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    device = "cuda" if cuda else "cpu"
+    model: Any
+    if in_4_bits:
+        asked = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            given["model"], dtype=dtype, quantization_config=asked, device_map={"": device}
+        )
+    else:
+        model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype).to(device)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules=targets(given), task_type="CAUSAL_LM")
     config = library.SFTConfig(**config_of(given, packs=False, bf16=cuda, **more))
     tokenizer = AutoTokenizer.from_pretrained(given["model"])
     rows = Dataset.from_list(read_rows(given["train"]))
-    trainer = library.SFTTrainer(
-        model.to("cuda" if cuda else "cpu"), config, train_dataset=rows, processing_class=tokenizer, peft_config=lora
-    )
+    trainer = library.SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer, peft_config=lora)
     return finish(trainer, given)
 
 
@@ -244,6 +253,8 @@ CANDIDATES: dict[str, Any] = {
     "trl": (trl, {}),
     "trl-best": (trl, {"gradient_checkpointing": False}),
     "trl-liger": (trl, {"gradient_checkpointing": False, "use_liger_kernel": True}),
+    "trl-nf4": (trl, {"in_4_bits": True}),
+    "trl-nf4-liger": (trl, {"in_4_bits": True, "gradient_checkpointing": False, "use_liger_kernel": True}),
     "unsloth": (unsloth, {}),
     "unsloth-best": (unsloth, {"packs": True, "checkpointing": False}),
     "unsloth-nf4": (unsloth, {"in_4_bits": True}),
@@ -260,10 +271,11 @@ CANDIDATES: dict[str, Any] = {
     "evaluate": (evaluate, {}),
 }
 """The function of each and its own arguments."""
-NEEDS = {"trl-liger": "liger_kernel"} | {
-    name: "unsloth" if name.startswith("unsloth") else "bitsandbytes"
+MODULES = (("unsloth", "unsloth"), ("liger", "liger_kernel"), ("nf4", "bitsandbytes"))
+NEEDS = {
+    name: next(module for part, module in MODULES if part in name)
     for name in CANDIDATES
-    if name.startswith("unsloth") or "nf4" in name
+    if any(part in name for part, _ in MODULES)
 }
 """The module without which one is skipped."""
 

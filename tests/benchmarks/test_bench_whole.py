@@ -251,11 +251,12 @@ def test_whole_trainings_are_timed_and_judged_and_who_is_missing_is_skipped(tmp_
     rows = [{"question": f"how many are {i}?", "answer": f"they are {i} " * 8} for i in range(12)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     asked = ["--model", tmp_path / "model", "--train", tmp_path / "rows.jsonl", "--held-out", tmp_path / "rows.jsonl"]
-    asked += ["--tokens", 256, "--held-out-rows", 2, "--only", "trl", "unsloth", "pronghorn"]
+    asked += ["--tokens", 256, "--held-out-rows", 2, "--only", "trl", "trl-nf4", "unsloth", "pronghorn"]
     done = programs.invoke(end_to_end, *asked, "--out", tmp_path / "out.json")
     facts = json.loads((tmp_path / "out.json").read_text())
     assert done.exit_code == 0, facts
-    assert facts["skipped"] == ["unsloth: unsloth isn't installed"] and list(facts["parts"]) == ["trl", "pronghorn"]
+    assert facts["skipped"] == ["unsloth: unsloth isn't installed"]
+    assert list(facts["parts"]) == ["trl", "trl-nf4", "pronghorn"]
     for found in facts["parts"].values():
         marks = list(found["marks_s"].values())
         assert list(found["marks_s"]) == ["imported", "loaded", "first step", "trained", "saved"]
