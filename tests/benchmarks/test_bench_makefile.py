@@ -28,6 +28,9 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 EARLIER = {
+    "end-to-end-llama-3.1-8b-h100": "end-to-end-llama-3.1-8b",
+    "end-to-end-qwen3-14b-nf4-h100": "end-to-end-qwen3-14b-nf4",
+    "end-to-end-qwen3-0.6b-h100": "end-to-end-qwen3-0.6b",
     "end-to-end-qwen3-0.6b-multiples-of-64": "end-to-end-qwen3-0.6b",
     "end-to-end-qwen3-0.6b-few-lengths": "end-to-end-qwen3-0.6b",
     "end-to-end-bloom-1b7-recomputed": "end-to-end-bloom-1b7",
