@@ -200,6 +200,7 @@ def test_names_that_are_not_here_are_answered_at_the_import() -> None:
         ("PatchDPOTrainer", "leave it out"),
         ("FastVisionModel", "on text"),
         ("unsloth_train", "train()"),
+        ("UnslothTrainingArguments", "embedding_learning_rate"),
     ):
         with pytest.raises(ImportError, match=says):
             getattr(pronghorn, name)
@@ -242,6 +243,28 @@ def test_a_template_s_options_are_not_passed_over(options: dict[str, Any], told:
         get_chat_template(tokenizer, **options)
     usual = {"mapping": {"role": "role"}, "map_eos_token": True, "system_message": None}
     assert get_chat_template(tokenizer, "chatml", **usual) is tokenizer
+
+
+def test_templates_follow_the_options_of_their_originals(stories: Path) -> None:
+    turns = [{"role": "user", "content": "Who?"}]
+    asked = functools.partial(get_chat_template(with_template("gpt-oss", stories), "gptoss").apply_chat_template, turns)
+    assert "Reasoning: high\n" in asked(tokenize=False, reasoning_effort="high")
+    assert "Reasoning: medium\n" in asked(tokenize=False)
+    asked = functools.partial(get_chat_template(with_template("qwen-3", stories), "qwen3").apply_chat_template, turns)
+    prompt = asked(tokenize=False, add_generation_prompt=True)
+    assert asked(tokenize=False, add_generation_prompt=True, enable_thinking=True) == prompt
+    quiet = asked(tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert quiet == prompt + "<think>\n\n</think>\n\n" and asked(tokenize=False, enable_thinking=False) in prompt
+
+
+def test_a_reloaded_adapter_stops_where_its_template_ends_turns(llama: Path, tmp_path: Path) -> None:
+    model, tokenizer = FastLanguageModel.from_pretrained(str(llama), max_seq_length=128)
+    before, end = model.generation_config.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    model.save_pretrained(tmp_path / "lora")
+    get_chat_template(tokenizer, "llama-3").save_pretrained(tmp_path / "lora")
+    again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "lora"), max_seq_length=128)
+    assert end not in before and again.generation_config.eos_token_id == [end, *before]
 
 
 def test_options_of_turns_and_responses_are_answered() -> None:

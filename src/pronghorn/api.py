@@ -295,6 +295,7 @@ class FastLanguageModel:
             raise ConfigError(f"quantization_method = {quantization_method!r} names none", "use 'q8_0', or a list")
         if tokenizer is None:
             raise ConfigError("a GGUF file holds the tokenizer, and none is given", "give it as the second argument")
+        methods = [method.lower() for method in methods]  # scripts write Q8_0, too
         check_quantisations(methods)
         read_tokenizer(tokenizer)
         refuse_filled(Path(save_directory))

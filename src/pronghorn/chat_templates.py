@@ -17,6 +17,8 @@ _SPELLINGS = {
     "llama-3.1": ("llama-31", "llama-3.2", "llama-3.3"),
     "qwen-2.5": ("qwen2.5", "qwen25", "qwen-25"),
     "qwen-3": ("qwen3",),
+    "phi-4": ("phi4",),
+    "gpt-oss": ("gptoss",),
     "gemma": ("gemma2", "gemma-2", "gemma3", "gemma-3"),
 }
 """What Unsloth calls the built-in templates. Its qwen3-instruct is none: that model writes no block of reasoning."""

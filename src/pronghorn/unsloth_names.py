@@ -72,7 +72,8 @@ _NAMES = {
     "FastSentenceTransformer": "train embeddings by sentence-transformers",
     "FastBaseModel": "use FastLanguageModel: it loads every family served",
     "UnslothTrainer": "use pronghorn.SFTTrainer",
-    "UnslothTrainingArguments": "use trl.SFTConfig",
+    "UnslothTrainingArguments": "use trl.SFTConfig; for embedding_learning_rate give SFTTrainer optimizers=(OPTIMIZER, None), "
+    "whose parameter groups have learning rates of their own",
     "UnslothVisionDataCollator": "leave it out: training is text only",
     "add_new_tokens": "tokenizer.add_tokens and model.resize_token_embeddings, or adapter.new_tokens in a recipe",
     "apply_chat_template": "give rows with a `messages` column to SFTTrainer: it applies the tokenizer's template",

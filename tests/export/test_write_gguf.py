@@ -296,7 +296,7 @@ def test_numbers_beyond_float16_are_not_written_as_infinity(tmp_path: Path) -> N
 
 def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) -> None:
     model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, dtype="float32")
-    files = model.save_pretrained_gguf(tmp_path / "gguf", tokenizer, quantization_method=["q8_0", "f16"])
+    files = model.save_pretrained_gguf(tmp_path / "gguf", tokenizer, quantization_method=["Q8_0", "f16"])
     assert [file.name for file in files] == ["model-q8_0.gguf", "model-f16.gguf"] and all(map(Path.is_file, files))
     with pytest.raises(ConfigError, match="holds the tokenizer, and none is given"):
         model.save_pretrained_gguf(tmp_path / "none")

@@ -306,6 +306,7 @@ def test_a_completion_mask_that_nothing_would_read_is_refused(stories: Path, tmp
 
 
 TURNS = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
+SPOKEN = [{"from": turn["role"], "value": turn["content"]} for turn in TURNS]
 PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
 
 
@@ -322,6 +323,9 @@ PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
         ),
         ({"prompt": "One", "completion": " day", "text": "A dog."}, "<s> One day</s>", "completion beside text"),
         ({"prompt": "One", "completion": " day", "messages": TURNS}, "<s> One day</s>", "completion beside messages"),
+        # TRL takes turns of from and value before all else
+        ({"conversations": SPOKEN, "text": "A dog."}, "<s> A dog.</s>", "text beside conversations: text is trained"),
+        ({"conversations": TURNS, "text": "A dog."}, "<s> A dog.</s>", None),
     ],
 )
 def test_rows_of_several_formats(
@@ -346,6 +350,29 @@ def test_rows_of_several_formats(
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*beside")
             SFTTrainer(model, config(tmp_path, packing=packing), **(given | {"train_dataset": chosen}))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_documents_cut_elsewhere_than_the_model_was_loaded_for_are_told_of(
+    stories: Path, tmp_path: Path, packing: bool
+) -> None:
+    """Unsloth cuts at the model's `max_seq_length` where a script leaves `max_length` out, TRL at its default."""
+    model, tokenizer = adapted(stories)  # of 128 tokens
+    rows = Dataset.from_list([{"text": "One day a cat sat. " * 8}, {"text": "A cat."}])
+    told = r"1 of 2 documents has 32 tokens or more, where TRL cuts them \(max_length = 32\).*set max_length=128"
+    with pytest.warns(UserWarning, match=told):
+        SFTTrainer(model, config(tmp_path, packing=packing, max_length=32), train_dataset=rows, tokenizer=tokenizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*tokens or more")
+        SFTTrainer(model, config(tmp_path, packing=packing, max_length=128), train_dataset=rows, tokenizer=tokenizer)
+        short = rows.select([1])
+        SFTTrainer(model, config(tmp_path, packing=packing, max_length=32), train_dataset=short, tokenizer=tokenizer)
+    if not packing:
+        model.max_seq_length = 32
+        with pytest.warns(
+            UserWarning, match="1 of 2 documents has 33 tokens or more; the model's max_seq_length is 32"
+        ):
+            SFTTrainer(model, config(tmp_path, packing=False), train_dataset=rows, tokenizer=tokenizer)
 
 
 def test_a_chat_template_of_the_arguments_is_taken(stories: Path, tmp_path: Path) -> None:

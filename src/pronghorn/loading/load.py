@@ -140,6 +140,7 @@ class FoundModel:
             )  # others pad or cut them
             if rows is not None or has_more_tokens(self.name, tokenizer, self.base.tokenizer()):
                 grow_embeddings(base, tokenizer, exactly=rows)  # trained with new tokens
+            _stop_at(base, tokenizer.eos_token_id)
             return with_adapter(base, self.name)
         with room_for(self.name):
             model = self._whole_base(dtype, device, share)
@@ -339,6 +340,14 @@ def _tokenizer(name: str | Path, **hub: Any) -> Any:
     if not isinstance(longest := getattr(tokenizer, "model_max_length", 0), int | float):
         raise DataError(f"{name}: model_max_length {longest!r} is not a number", "fix its tokenizer_config.json")
     return tokenizer
+
+
+def _stop_at(base: Any, end: int | None) -> None:
+    """Let generation stop at an adapter's own end token, too: that of the chat template that it was trained with."""
+    config = base.generation_config
+    stops = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
+    if end is not None and end not in stops:
+        config.eos_token_id = [end, *stops]
 
 
 def check_max_seq_length(config: Any, max_seq_length: int) -> None:

@@ -65,14 +65,21 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
     if not formats:
         return given
     read, *others = formats
+    if "conversations" in columns and text != "conversations" and "from" in _first_turn(given):
+        others.append(("conversations",))  # which TRL takes before all others
     for other in [each for names in others[:1] for each in names if each not in read]:
-        told = " and ".join(read)
+        told, verb = " and ".join(read), "is" if read == (text,) else "are"
         warnings.warn(
-            f"{name} has {told} beside {other}: {told} are trained; for {other}: dataset.remove_columns({list(read)})",
+            f"{name} has {told} beside {other}: {told} {verb} trained; for {other}: dataset.remove_columns({list(read)})",
             stacklevel=3,
         )
-    unread = sorted(columns & {*_TURNS, text} - set(read))
+    unread = sorted(columns & {*_TURNS, *sum(others, ()), text} - set(read))
     return given.remove_columns(unread) if unread else given
+
+
+def _first_turn(given: Any) -> Any:
+    """Return the first turn of the first row's `conversations`."""
+    return next(iter(next(iter(given))["conversations"] or ()), ())
 
 
 def _formatted(row: dict[str, Any], function: Callable[[Any], str], to: str) -> dict[str, str]:
@@ -137,6 +144,25 @@ def supervised(name: str, documents: Dataset) -> Dataset:
     what = f"documents {does(count, 'have')} no token to train and {does(count, 'are')} left out"
     warnings.warn(f"{name}: {count} of {len(kept)} {what}", stacklevel=4)
     return documents.select(np.flatnonzero(kept))
+
+
+def check_lengths(name: str, documents: Any, most: int | None, model: Any) -> None:
+    """Warn of documents whose length isn't what the model was loaded for: TRL cuts them at `most` (by default 1024),
+    whatever the model's `max_seq_length`, which is where Unsloth cuts them."""
+    limit = getattr(model, "max_seq_length", None)
+    if limit is None or most == limit or not isinstance(documents, Dataset):
+        return
+    bound, count = limit + 1 if most is None or most > limit else most, 0
+    for table in documents.select_columns("input_ids").with_format("arrow").iter(batch_size=10_000):
+        lengths = pyarrow.compute.list_value_length(table["input_ids"])
+        count += pyarrow.compute.sum(pyarrow.compute.greater_equal(lengths, bound)).as_py() or 0
+    if count:
+        cut = f", where TRL cuts them (max_length = {most})" if bound == most else ""
+        warnings.warn(
+            f"{name}: {count} of {len(documents)} documents {does(count, 'have')} {bound} tokens or more{cut}; the "
+            f"model's max_seq_length is {limit}: to cut them there, set max_length={limit} in SFTConfig",
+            stacklevel=4,
+        )
 
 
 def tidied(documents: Any, given: Any, tokenizer: Any) -> Any:

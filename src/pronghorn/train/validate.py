@@ -193,11 +193,13 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
 
 
 def check_tokens(trainer: Any) -> None:
-    """Refuse documents with tokens that the trainer's model has no embedding of, and pad by one that it has."""
+    """Refuse documents with tokens that the model has no embedding of, pad by one that it has, and check lengths."""
     for name in ("train_dataset", "eval_dataset"):
         given = getattr(trainer, name)
         for dataset in given.values() if isinstance(given, dict) else [given]:
             check_ids(name, dataset, trainer.processing_class, trainer.model)
+            documents = getattr(dataset, "documents", dataset)
+            prepared_rows.check_lengths(name, documents, trainer.args.max_length, trainer.model)
     trainer.data_collator.pad_token_id = padding_token(trainer.data_collator.pad_token_id, trainer.model)
 
 
