@@ -28,12 +28,12 @@ import torch
 max_seq_length = 256
 model, tokenizer = FastLanguageModel.from_pretrained(
     model_name = MODEL, max_seq_length = max_seq_length, dtype = None, load_in_4bit = False, load_in_16bit = True,
-    device_map = "auto", full_finetuning = False,
+    device_map = "auto", full_finetuning = False, use_exact_model_name = True, low_cpu_mem_usage = True,
 )
 model = FastLanguageModel.get_peft_model(
     model, r = 16, target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     lora_alpha = 16, lora_dropout = 0, bias = "none", use_gradient_checkpointing = "unsloth", random_state = 3407,
-    use_rslora = False, loftq_config = None, max_seq_length = max_seq_length,
+    use_rslora = False, loftq_config = None, max_seq_length = max_seq_length, ensure_weight_tying = True,
 )
 from unsloth.chat_templates import get_chat_template, standardize_sharegpt, train_on_responses_only
 tokenizer = get_chat_template(tokenizer, chat_template = "llama-3.1")
@@ -69,7 +69,7 @@ inputs = inputs["input_ids"] if not isinstance(inputs, torch.Tensor) else inputs
 outputs = model.generate(input_ids = inputs, max_new_tokens = 4, use_cache = True)
 model.save_pretrained("lora_model")
 tokenizer.save_pretrained("lora_model")
-model.save_pretrained_merged("merged", tokenizer, save_method = "merged_16bit")
+model.save_pretrained_merged("merged", tokenizer, save_method = "merged_16bit", safe_serialization = True)
 """
 ALPACA = """
 from unsloth import FastLanguageModel

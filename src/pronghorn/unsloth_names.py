@@ -25,6 +25,10 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "finetune_mlp_modules": (True,),
     "disable_log_stats": (True,),
     "maximum_memory_usage": (0.75, 0.9),
+    "use_exact_model_name": (True,),
+    "low_cpu_mem_usage": (True,),
+    "safe_serialization": (True,),
+    "ensure_weight_tying": (True,),
 }
 """Arguments with the values that ask for what happens anyway."""
 _PARTS = ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules")
@@ -72,8 +76,8 @@ _NAMES = {
     "FastSentenceTransformer": "train embeddings by sentence-transformers",
     "FastBaseModel": "use FastLanguageModel: it loads every family served",
     "UnslothTrainer": "use pronghorn.SFTTrainer",
-    "UnslothTrainingArguments": "use trl.SFTConfig; for embedding_learning_rate give SFTTrainer optimizers=(OPTIMIZER, None), "
-    "whose parameter groups have learning rates of their own",
+    "UnslothTrainingArguments": "use trl.SFTConfig; for embedding_learning_rate give SFTTrainer "
+    "optimizers=(OPTIMIZER, None), whose parameter groups have learning rates of their own",
     "UnslothVisionDataCollator": "leave it out: training is text only",
     "add_new_tokens": "tokenizer.add_tokens and model.resize_token_embeddings, or adapter.new_tokens in a recipe",
     "apply_chat_template": "give rows with a `messages` column to SFTTrainer: it applies the tokenizer's template",

@@ -69,8 +69,9 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
         others.append(("conversations",))  # which TRL takes before all others
     for other in [each for names in others[:1] for each in names if each not in read]:
         told, verb = " and ".join(read), "is" if read == (text,) else "are"
+        instead = f"for {other}: dataset.remove_columns({list(read)})"
         warnings.warn(
-            f"{name} has {told} beside {other}: {told} {verb} trained; for {other}: dataset.remove_columns({list(read)})",
+            f"{name} has {told} beside {other}: {told} {verb} trained; {instead}",
             stacklevel=3,
         )
     unread = sorted(columns & {*_TURNS, *sum(others, ()), text} - set(read))
