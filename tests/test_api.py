@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -795,6 +796,15 @@ def test_the_adapter_alone_is_saved_by_its_method(stories: Path, tmp_path: Path)
     saved = model.save_pretrained_merged(tmp_path / "adapter", tokenizer, save_method="lora")
     assert not (saved / "model.safetensors").exists()
     assert torch.equal(logits(load(saved)[0]), logits(model))
+
+
+def test_an_adapter_that_peft_put_around_the_loaded_model_is_not_saved_as_a_base(stories: Path, tmp_path: Path) -> None:
+    """The wrapper answers with the loaded model's own method."""
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"trainer\.model\.save_pretrained\(FOLDER\)"):
+        wrapped.save_pretrained_merged(tmp_path / "adapter", tokenizer, save_method="lora")
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_full_finetuning_trains_every_weight(stories: Path, tmp_path: Path) -> None:

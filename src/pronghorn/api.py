@@ -256,6 +256,12 @@ class FastLanguageModel:
         if save_method == "lora":
             if not hasattr(model, "peft_config"):
                 raise ConfigError("save_method 'lora' for a model without an adapter", "use 'merged_16bit'")
+            if base_causal_lm(model) is model and not getattr(model, "_hf_peft_config_loaded", False):
+                # PEFT, or a trainer's peft_config, wrapped it later: saved by itself, it is a base of strange names
+                raise ConfigError(
+                    "save_method 'lora' of a model that PEFT wrapped after it was loaded",
+                    "trainer.model.save_pretrained(FOLDER), with the model that PEFT returned",
+                )
             model.save_pretrained(save_directory)
             if tokenizer is not None:
                 tokenizer.save_pretrained(save_directory)
