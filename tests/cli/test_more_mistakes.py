@@ -297,6 +297,8 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", 
     [
         ([{"messages": [WHO]}, {"messages": [WHO, CALL]}], "leaves the tool call 'look_up' out", "qwen-2.5"),
         ([{"messages": [{"from": "human", "value": "Who?"}]}], "messages of keys from, value", "standardize_sharegpt"),
+        ([{"messages": "[]"}], "messages is a text", 'json.loads(row["messages"])'),
+        ([{"messages": "[]", "text": "A cat."}], "messages is a text", 'dataset.remove_columns("messages")'),
         (
             [{"prompt": "Who?", "completion": [{"role": "assistant", "content": "A cat."}]}],
             "prompt is a text, and completion messages",

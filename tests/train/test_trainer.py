@@ -326,6 +326,7 @@ PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
         # TRL takes turns of from and value before all else
         ({"conversations": SPOKEN, "text": "A dog."}, "<s> A dog.</s>", "text beside conversations: text is trained"),
         ({"conversations": TURNS, "text": "A dog."}, "<s> A dog.</s>", None),
+        ({"conversations": [], "text": "A dog."}, "<s> A dog.</s>", None),
     ],
 )
 def test_rows_of_several_formats(

@@ -40,7 +40,13 @@ def check_turns(name: str, dataset: Dataset, column: str) -> None:
 
 def check_roles(name: str, row: dict[str, Any], tokenizer: Any) -> None:
     """Refuse what TRL or a template makes no messages of: ShareGPT's keys and its roles, which most templates write as
-    they are (no model knows a turn of "human"), and a text beside messages."""
+    they are (no model knows a turn of "human"), JSON, and a text beside messages."""
+    if isinstance(row.get("messages"), str):
+        raise DataError(
+            f"{name}: messages is a text, and TRL reads a list of turns",
+            'dataset.map(lambda row: {"messages": json.loads(row["messages"])}), or to train a text of another column '
+            'dataset.remove_columns("messages")',
+        )
     template = str(getattr(tokenizer, "chat_template", None) or "human gpt")
     lists = [column for column in ("messages", "prompt", "completion") if isinstance(row.get(column), list)]
     for column in lists:

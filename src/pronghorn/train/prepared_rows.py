@@ -65,22 +65,15 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
     if not formats:
         return given
     read, *others = formats
-    if "conversations" in columns and text != "conversations" and "from" in _first_turn(given):
+    turns = next(iter(given)).get("conversations") or ()
+    if text != "conversations" and "from" in next(iter(turns), ()):
         others.append(("conversations",))  # which TRL takes before all others
     for other in [each for names in others[:1] for each in names if each not in read]:
         told, verb = " and ".join(read), "is" if read == (text,) else "are"
         instead = f"for {other}: dataset.remove_columns({list(read)})"
-        warnings.warn(
-            f"{name} has {told} beside {other}: {told} {verb} trained; {instead}",
-            stacklevel=3,
-        )
-    unread = sorted(columns & {*_TURNS, *sum(others, ()), text} - set(read))
+        warnings.warn(f"{name} has {told} beside {other}: {told} {verb} trained; {instead}", stacklevel=3)
+    unread = sorted(columns & {*_TURNS, "conversations", text} - set(read))
     return given.remove_columns(unread) if unread else given
-
-
-def _first_turn(given: Any) -> Any:
-    """Return the first turn of the first row's `conversations`."""
-    return next(iter(next(iter(given))["conversations"] or ()), ())
 
 
 def _formatted(row: dict[str, Any], function: Callable[[Any], str], to: str) -> dict[str, str]:
