@@ -13,8 +13,9 @@ import pronghorn
 from pronghorn import SFTTrainer, train_on_responses_only
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError
-from pronghorn.train.responses import Marker, _spellings, response_labels
+from pronghorn.train.responses import Marker, _spellings, response_labels, template_parts
 from support.chats import CHATML, byte_level, chat, one
+from support.templates import with_template
 from support.tiny import stock_loss_on_cpu
 from support.trainers import adapted, config
 
@@ -122,3 +123,47 @@ def test_what_is_found_nowhere_is_an_error(stories: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"got no response_part: "):
         train_on_responses_only(trainer, instruction_part=USER)
     assert pronghorn.train_on_responses_only is train_on_responses_only
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("llama-3.1", [f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant")]),
+        ("qwen-3", ["<|im_start|>user\n", "<|im_start|>assistant\n"]),
+        ("gemma", ["<start_of_turn>user\n", "<start_of_turn>model\n"]),
+        ("mistral", ["[INST] ", "[/INST] "]),
+        ("phi-4", ["<|im_start|>user<|im_sep|>", "<|im_start|>assistant<|im_sep|>"]),
+        ("gpt-oss", [None, None]),  # only the last answer ends with the eos token
+    ],
+)
+def test_the_chat_template_tells_the_parts(template: str, parts: list[str | None], stories: Path) -> None:
+    assert list(template_parts(with_template(template, stories))) == parts
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",  # answers don't end
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",  # nothing begins them
+        "{% for m in messages %}{{ m.role }}: {{ m.content | lower }}{{ eos_token }}{% endfor %}",
+        "{{ raise_exception('none') }}",
+        None,
+    ],
+)
+def test_a_template_that_tells_no_parts_leaves_them_to_be_given(template: str | None, stories: Path) -> None:
+    _, tokenizer = adapted(stories)
+    tokenizer.chat_template = template
+    assert template_parts(tokenizer) == (None, None)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_parts_may_be_left_out_where_the_template_tells_them(packing: bool, stories: Path, tmp_path: Path) -> None:
+    model, _ = adapted(stories)
+    tokenizer = with_template("chatml", stories)
+    model.resize_token_embeddings(len(tokenizer))
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
+    rows = Dataset.from_list([{"text": tokenizer.apply_chat_template(turns, tokenize=False)}] * 4)
+    trainer = SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=rows, tokenizer=tokenizer)
+    assert train_on_responses_only(trainer) is trainer
+    [document, *_] = getattr(trainer.train_dataset, "documents", trainer.train_dataset)
+    assert tokenizer.decode([label for label in document["labels"] if label != -100]).startswith("A cat.<|im_end|>")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from pronghorn.data.packed_rows import PackedRows
@@ -29,12 +30,13 @@ def train_on_responses_only(
     Args:
         trainer: a `pronghorn.SFTTrainer` or `trl.SFTTrainer`; its train and evaluation sets get new labels.
         instruction_part: what begins a user's turn, e.g. "<|im_start|>user\\n".
-        response_part: what begins an assistant's turn, e.g. "<|im_start|>assistant\\n".
+        response_part: what begins an assistant's turn, e.g. "<|im_start|>assistant\\n". Without both, they are those of
+            the tokenizer's chat template.
     Returns:
         The same trainer. No token becomes supervised that wasn't before. Documents with no label left are dropped,
         and a warning counts them.
     Raises:
-        ConfigError: a part that is missing or empty, or two that are the same.
+        ConfigError: a part that is missing (and the chat template doesn't tell it) or empty, or two that are the same.
         DataError: no document holds the response part, or the data set has no `input_ids`.
         UnsupportedError: a streamed data set; rows that TRL wrapped without keeping where documents begin; another
             argument than Unsloth's `force_match`, `tokenizer` and `num_proc`, which decide nothing here.
@@ -44,6 +46,8 @@ def train_on_responses_only(
     owner: Any = trainer
     if not hasattr(owner, "processing_class"):
         raise ConfigError(f"train_on_responses_only got a {type(trainer).__name__}", "give the SFTTrainer")
+    if instruction_part is response_part is None:
+        instruction_part, response_part = template_parts(owner.processing_class)
     if instruction_part is None or response_part is None:
         parts = {"instruction_part": instruction_part, "response_part": response_part}
         missing = " and no ".join(name for name, part in parts.items() if part is None)
@@ -59,8 +63,7 @@ def train_on_responses_only(
             f"instruction_part {instruction_part!r} and response_part {response_part!r} have the same tokens",
             "give what begins a user's turn and what begins an assistant's",
         )
-    markers = [Marker(ids, *around, begins=False) for ids, around in instruction.items()]
-    markers += [Marker(ids, *around, begins=True) for ids, around in response.items()]
+    markers = _markers(instruction, response)
     done: dict[str, Any] = {}
     for name in ("train_dataset", "eval_dataset"):
         dataset = getattr(owner, name, None)
@@ -82,6 +85,31 @@ class Marker:
     lead: str
     tail: str
     begins: bool
+
+
+def _markers(instruction: dict[Ids, tuple[str, str]], response: dict[Ids, tuple[str, str]]) -> list[Marker]:
+    """Return the markers of both parts' spellings."""
+    markers = [Marker(ids, *around, begins=False) for ids, around in instruction.items()]
+    return markers + [Marker(ids, *around, begins=True) for ids, around in response.items()]
+
+
+def template_parts(tokenizer: Any) -> tuple[str, str] | tuple[None, None]:
+    """Return what begins a user's turn and what begins an assistant's, as the chat template writes them between turns;
+    None for both where labels by them wouldn't train two answers with the tokens that end them, and nothing else."""
+    words, end = ("Alpha", "Bravo", "Charlie", "Delta", "Echo"), str(getattr(tokenizer, "eos_token", None))
+    turns = [{"role": ("user", "assistant")[at % 2], "content": word} for at, word in enumerate(words)]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        between = [text.partition(before)[2].partition(after)[0] for before, after in pairwise(words)]
+        response, instruction = (part.rpartition(end)[2].lstrip("\n") for part in between[:2])
+        markers = _markers(*(_spellings(part, tokenizer, "template's") for part in (instruction, response)))
+    except Exception:  # a template is a program
+        return None, None
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    trained = [label for label in response_labels(ids, markers, tokenizer) if label != IGNORE_INDEX]
+    said = str(tokenizer.decode(trained)).replace(end, " ").split()
+    exact = said == [words[1], words[3]] and trained.count(tokenizer.eos_token_id) == 2
+    return (instruction, response) if exact else (None, None)
 
 
 def response_labels(ids: Sequence[int], markers: Iterable[Marker], tokenizer: Any) -> list[int]:
