@@ -40,6 +40,7 @@ from pronghorn.train.evaluating import EvaluatingTrainer
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.group import check_gpus_apart, check_same_data, settle_loading, share_output
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
+from pronghorn.train.plain_texts import documents_of
 from pronghorn.train.ranks import (
     MOST_BYTES,
     CopiesAccelerator,
@@ -178,7 +179,7 @@ class SFTTrainer(EvaluatingTrainer):
                 validate.check_documents(dataset_name, dataset, args.max_length)
             return PackedRows(dataset, args.max_length, seed=data_seed(args))
         dataset = prepared_rows.readable(dataset_name, dataset, formatting_func, args)
-        documents = super()._prepare_dataset(dataset, processing_class, args, False, None, dataset_name)
+        documents = documents_of(self, dataset, processing_class, args, dataset_name)
         documents = prepared_rows.tidied(documents, dataset, processing_class)
         validate.check_documents(dataset_name, documents, args.max_length)
         return PackedRows(documents, args.max_length, seed=data_seed(args)) if packing else documents
