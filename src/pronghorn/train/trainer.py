@@ -40,7 +40,6 @@ from pronghorn.train.evaluating import EvaluatingTrainer
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.group import check_gpus_apart, check_same_data, settle_loading, share_output
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
-from pronghorn.train.plain_texts import documents_of
 from pronghorn.train.ranks import (
     MOST_BYTES,
     CopiesAccelerator,
@@ -56,6 +55,7 @@ from pronghorn.train.ranks import (
     step_rows,
 )
 from pronghorn.train.rates import kept_rates
+from pronghorn.train.tokenised import documents_of
 
 
 class SFTTrainer(EvaluatingTrainer):

@@ -1,4 +1,4 @@
-"""Plain texts in batches: the documents that TRL makes of them row by row, or TRL's own."""
+"""Rows in batches: the documents that TRL makes of them one by one, or TRL's own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ import trl
 from datasets import Dataset
 
 from pronghorn import SFTTrainer
-from pronghorn.train import plain_texts
+from pronghorn.train import tokenised
 from support.tiny import tiny_model
 from support.trainers import config
 
 PAIRS = [
-    {"prompt": f"How many are {i}?\n" * (1 + (i < 20)), "completion": f"They are {i}. " * (i % 7), "source": i}
+    {"prompt": f"How many are {i}?\n" * (4 if i < 20 else 1), "completion": f"They are {i}. " * (i % 7), "source": i}
     for i in range(40)
 ]
+CHATS = [
+    {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]}
+    for row in PAIRS
+]
+CHAT_PAIRS = [{"prompt": row["messages"][:1], "completion": row["messages"][1:], "source": 1} for row in CHATS]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 TEXTS = [{"text": f"Once upon a time {i} cats sat. " * (1 + i % 5)} for i in range(40)]
 
 
@@ -25,7 +34,7 @@ def tokenizer_of(stories: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(stories)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token, tokenizer.chat_template = tokenizer.eos_token, TEMPLATE
     return tokenizer
 
 
@@ -44,7 +53,7 @@ def by_trl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     stock = trl.SFTTrainer._prepare_dataset
 
     def noted(self: Any, rows: Any, *more: Any) -> Any:
-        prepared.append(len(rows) if isinstance(rows, Dataset) else plain_texts.FIRST)
+        prepared.append(len(rows) if isinstance(rows, Dataset) else tokenised.FIRST)
         return stock(self, rows, *more)
 
     monkeypatch.setattr(trl.SFTTrainer, "_prepare_dataset", noted)
@@ -52,11 +61,11 @@ def by_trl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("cut", ["keep_start", "keep_end"])
-@pytest.mark.parametrize("most", [None, 64, 16])
+@pytest.mark.parametrize("most", [None, 96, 40])
 @pytest.mark.parametrize(
     "rows",
-    [PAIRS, TEXTS, [{"text": row["text"] + "</s>" * (i % 2)} for i, row in enumerate(TEXTS)]],
-    ids=["pairs", "texts", "texts that end"],
+    [PAIRS, TEXTS, [{"text": row["text"] + "</s>" * (i % 2)} for i, row in enumerate(TEXTS)], CHATS, CHAT_PAIRS],
+    ids=["pairs", "texts", "texts that end", "conversations", "pairs of turns"],
 )
 def test_documents_are_those_of_trl(
     tmp_path: Path,
@@ -69,13 +78,13 @@ def test_documents_are_those_of_trl(
 ) -> None:
     tokenizer, asked = tokenizer_of(stories), {"max_length": most, "truncation_mode": cut}
     ours = documents(tmp_path, tokenizer, rows, **asked)
-    assert by_trl == [plain_texts.FIRST], "TRL saw the first rows alone"
-    monkeypatch.setattr(plain_texts, "_in_batches", lambda *_: None)
+    assert by_trl == [tokenised.FIRST], "TRL saw the first rows alone"
+    monkeypatch.setattr(tokenised, "_in_batches", lambda *_: None)
     theirs = documents(tmp_path, tokenizer, rows, **asked)
     assert by_trl[1:] == [40]
     assert ours.features == theirs.features and ours.to_dict() == theirs.to_dict()
-    if rows is PAIRS and cut == "keep_start":
-        assert len(ours) == {None: 40, 64: 40, 16: 20}[most], "prompts alone, the first 20 rows, are left out"
+    if rows in (PAIRS, CHAT_PAIRS) and cut == "keep_start":
+        assert len(ours) == {None: 40, 96: 40, 40: 20}[most], "prompts alone, the first 20 rows, are left out"
 
 
 @pytest.mark.parametrize(
@@ -84,16 +93,23 @@ def test_documents_are_those_of_trl(
         ([*PAIRS, {"prompt": "Once upon a ti", "completion": "me", "source": 1}], {}),
         (PAIRS, {"completion_only_loss": False}),
         ([row | {"completion_mask": [1]} for row in TEXTS], {}),
-        ([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 40, {}),
+        ([row | {"tools": "[]"} for row in CHATS], {}),
+        ([row | {"chat_template_kwargs": {"enable_thinking": False}} for row in CHATS], {}),
+        ([{"conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]}] * 40, {}),
     ],
-    ids=["a token over the prompt's end", "prompts trained, too", "masks", "conversations"],
+    ids=[
+        "a token over the prompt's end",
+        "prompts trained, too",
+        "masks",
+        "tools",
+        "a template's arguments",
+        "ShareGPT",
+    ],
 )
 def test_what_is_not_plain_is_left_to_trl(
     tmp_path: Path, stories: Path, by_trl: list[int], rows: list[dict[str, Any]], asked: dict[str, Any]
 ) -> None:
-    tokenizer = tokenizer_of(stories)
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    assert len(documents(tmp_path, tokenizer, rows, **asked))
+    assert len(documents(tmp_path, tokenizer_of(stories), rows, **asked))
     assert by_trl[-1] == len(rows)
 
 
@@ -108,4 +124,4 @@ def test_other_documents_of_trl_are_taken(
 
     monkeypatch.setattr(trl.SFTTrainer, "_prepare_dataset", other)
     made = documents(tmp_path, tokenizer_of(stories), TEXTS)
-    assert by_trl == [plain_texts.FIRST, 40] and all(ids[0] == 5 for ids in made["input_ids"])
+    assert by_trl == [tokenised.FIRST, 40] and all(ids[0] == 5 for ids in made["input_ids"])
