@@ -198,6 +198,9 @@ FACTORY = "model_name_or_path: a/b\nstage: sft\noutput_dir: out\nper_device_trai
 ALPACA = "datasets: [{path: a/c, type: alpaca}]\n"
 
 
+ORCA = {"instruction": "question", "output": "response", "system": "system_prompt"}
+
+
 @pytest.mark.parametrize(
     ("text", "section", "values"),
     [
@@ -271,6 +274,47 @@ ALPACA = "datasets: [{path: a/c, type: alpaca}]\n"
             "memory",
             {"gradient_checkpointing": "offload"},
         ),
+        (f"{HEAD}{ALPACA}bf16: true\nfp16: true\ntf32: true\n", "precision", {"tf32": True, "dtype": None}),
+        (f"{HEAD}{ALPACA}bf16: auto\nfp16: true\n", "precision", {"dtype": "float16"}),
+        (f"{HEAD}{ALPACA}bf16: false\nfloat16: true\n", "precision", {"dtype": "float16"}),
+        (f"{HEAD}{ALPACA}bf16: false\nbfloat16: true\ntf32: true\n", "precision", {"dtype": None}),
+        (
+            f"{HEAD}datasets: [{{path: a/c, type: chat_template, chat_template: chatml}}]\n",
+            "data",
+            {"chat_template": "chatml", "train": [{"path": "a/c", "format": "messages"}]},
+        ),
+        (
+            f"{HEAD}datasets: [{{path: a/c, type: alpaca_w_system.load_open_orca}}]\n",
+            "data",
+            {"train": [{"path": "a/c", "format": "alpaca", "columns": ORCA}]},
+        ),
+        (
+            f"{HEAD}datasets: [{{path: a/c, type: chat_template, roles: {{user: [user], assistant: assistant}}}}]\n",
+            "data",
+            {"train": [{"path": "a/c", "format": "messages"}]},
+        ),
+        (f"{HEAD}{ALPACA}lora_rank_pattern: {{down_proj: 4}}\n", "adapter", {"rank_pattern": {"down_proj": 4}}),
+        (
+            f"{HEAD}{ALPACA}noisy_embedding_alpha: 5\nadam_beta2: 0.999\nplugins: [axolotl.liger.Plugin]\n",
+            "train",
+            {"neftune_noise_alpha": 5},
+        ),
+        (
+            f"{HEAD}{ALPACA}val_set_size: 0.1\nmax_steps: 250\neval_steps: 0.05\nevaluation_strategy: steps\n",
+            "train",
+            {"eval_steps": 13},
+        ),
+        (
+            f"{FACTORY}dataset: identity\nval_size: 0.1\neval_steps: 5\nearly_stopping_steps: 3\n"
+            "metric_for_best_model: eval_loss\ngradient_checkpointing: true\nexport_dir: merged\n",
+            "train",
+            {"patience": 3},
+        ),
+        (
+            f"{FACTORY}dataset: a/c\ndataset_dir: ONLINE\n",
+            "data",
+            {"train": [{"path": "a/c", "format": "alpaca"}]},
+        ),
     ],
 )
 def test_a_key_is_taken_over(text: str, section: str, values: dict[str, Any], place: Path) -> None:
@@ -295,6 +339,43 @@ def test_a_key_is_taken_over(text: str, section: str, values: dict[str, Any], pl
 def test_what_a_data_set_asks_for_in_vain_is_told(line: str, says: str, place: Path) -> None:
     result, _, _ = convert(f"{HEAD}datasets: [{line}]\n", place)
     assert says in result.output and "1 key has no" in result.output
+
+
+TALKS = "datasets: [{path: a/c, type: chat_template, roles: {assistant: [doctor]}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{HEAD}{ALPACA}lora_target_modules: 'layers.[0-9]+.(q|k)_proj'\n", "q|k)_proj': a regular expression;"),
+        (f"{HEAD}{TALKS}", "datasets.roles: doctor: turns of these roles are refused; call them system, user,"),
+        (f"{HEAD}{ALPACA}shuffle_merged_datasets: false\n", "shuffle_merged_datasets: false: documents are always"),
+        (f"{HEAD}{ALPACA}plugins: [axolotl.integrations.grokfast.GrokfastPlugin]\n", "GrokfastPlugin: no equivalent"),
+        (f"{HEAD}{ALPACA}lr_scheduler: linear\ncosine_min_lr_ratio: 0.1\n", "cosine_min_lr_ratio: train.lr_sched"),
+        (f"{HEAD}{ALPACA}val_set_size: 0.1\neval_steps: 0.05\n", "eval_steps: 0.05 of the run: write that share of"),
+        (f"{HEAD}{ALPACA}adam_beta2: 0.95\n", "adam_beta2: 0.999 in recipes; SFTConfig in a script"),
+        (f"{HEAD}{ALPACA}rope_scaling: {{type: yarn}}\n", "rope_scaling: set it in the model's config.json"),
+        (f"{HEAD}{ALPACA}lora_r: 64.0\n", "valid integer; the default (16) stays"),
+        (f"base_model: a/b\nsample_packing: true\n{ALPACA}tokens: [<x>]\n", "tokens: for full fine-tuning add them"),
+        (f"{FACTORY}dataset: roles\n", "dataset roles.tags.roles: Human: turns of these roles are refused"),
+        (f"{FACTORY}dataset: identity\nenable_thinking: false\n", "enable_thinking: false: the chat template"),
+        (f"{FACTORY}dataset: identity\ndouble_quantization: false\n", "double_quantization: false: NF4's scales"),
+        (f"{FACTORY}dataset: identity\ntemplate: default\n", "template: default: the tokenizer's own is used, or"),
+    ],
+)
+def test_what_would_mean_something_else_is_told(text: str, says: str, place: Path) -> None:
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "Human", "assistant_tag": "assistant"}
+    talks = {"roles": {"file_name": "talks.json", "formatting": "sharegpt", "tags": tags}}
+    (place / "data/dataset_info.json").write_text(json.dumps(DATASET_INFO | talks))
+    result, recipe, _ = convert(text, place)
+    assert recipe is not None and "target_modules" not in recipe["adapter"]
+    assert recipe["train"].get("lr_scheduler_kwargs") is None
+    assert says in result.output and "1 key has no equivalent" in result.output, result.output
+
+
+def test_accumulation_is_counted_over_all_gpus(place: Path) -> None:
+    _, _, written = convert(f"{HEAD}{ALPACA}gradient_accumulation_steps: 4\n", place)
+    assert "# gradient_accumulation_steps; if it ran on N GPUs, write N times this" in written
 
 
 def test_each_of_several_data_sets_tells_what_it_loses(place: Path) -> None:
@@ -395,6 +476,16 @@ def test_what_is_there_is_not_written_over(place: Path) -> None:
         ("model_name_or_path: a\nstage: sft\nlora_rank: x\ndataset: 3\n", "not of the kind that LLaMA-Factory"),
         ("model_name_or_path: a\ndataset_name: b\n", "a configuration of TRL"),
         ("base_model: a\nadapter: lora\ndatasets: []\n", "would lack"),
+        (
+            f"{HEAD}datasets: [{{path: 'https://a.b/c.jsonl'}}]\n",
+            "'https://a.b/c.jsonl' can't be data.train: an address",
+        ),
+        (
+            f"{HEAD}{ALPACA}".replace("a/b", "${MODEL}"),
+            "base_model: '${MODEL}' can't be model.name: recipes don't fill",
+        ),
+        (f"{FACTORY}dataset: identity\nadapter_name_or_path: a,b\n", "'a,b' is merged there before training"),
+        (f"{FACTORY}dataset: identity\nadapter_name_or_path: a\ncreate_new_adapter: true\n", "--to merged"),
     ],
 )
 def test_other_files_are_refused_by_name(text: str, says: str, place: Path) -> None:

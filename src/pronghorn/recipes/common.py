@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
+from pronghorn.config.habits import NO_KEYS
+from pronghorn.data.messages import SHAREGPT_ROLES
+from pronghorn.data.rows import ROLES
 from pronghorn.errors import ConfigError
 from pronghorn.recipes.draft import Draft
 
@@ -32,16 +37,25 @@ NEEDLESS = {
     "bf16": "precision.dtype: auto is bf16 on a GPU that has it",
     "dataloader_num_workers": "data are tokenised beforehand",
     "eval_strategy": "train.eval_steps, with data.eval",
+    "evaluation_strategy": "train.eval_steps, with data.eval",
+    "gradient_checkpointing": "memory.gradient_checkpointing: auto keeps what fits and recomputes the rest",
+    "gradient_checkpointing_kwargs": "memory.gradient_checkpointing: auto",
     "resume_from_checkpoint": "the same command goes on",
     "save_only_model": "checkpoints hold what resuming needs",
     "save_strategy": "train.save_steps; a checkpoint is saved every ten minutes anyway",
 }
 _GPUS = "pronghorn train uses all GPUs of the machine; launch.strategy: sharded shares a LoRA's base among them"
+_USUAL = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+"""AdamW's numbers in every recipe."""
 LOST = {
+    **{key: f"{usual:g} in recipes; SFTConfig in a script takes another" for key, usual in _USUAL.items()},
     "deepspeed": _GPUS,
     "fsdp": _GPUS,
     "fsdp_config": _GPUS,
-    "push_to_hub": "upload after training: pronghorn docs after-training",
+    **dict.fromkeys(("hub_strategy", "hub_private_repo"), NO_KEYS["push_to_hub"]),
+    "metric_for_best_model": "train.load_best and train.patience go by the held-out loss",
+    **dict.fromkeys(("model_config", "overrides_of_model_config"), NO_KEYS["rope_scaling"]),
+    **dict.fromkeys(("model_revision", "revision_of_model"), NO_KEYS["revision"]),
     "report_to": "name the tools in train.report_to, once they are installed",
 }
 
@@ -58,6 +72,36 @@ def half_precision(draft: Draft) -> None:
     """Take over `fp16`."""
     if draft.asked("fp16") is True:
         draft.put("precision.dtype", "float16", "fp16")
+
+
+def shares_of_steps(draft: Draft) -> None:
+    """Count `eval_steps` and `save_steps` below 1, shares of the run, where its steps are known."""
+    total = draft.given.get("max_steps")
+    for key in ("eval_steps", "save_steps"):
+        share = draft.given.get(key)
+        if isinstance(share, float) and 0 < share < 1:
+            if total is not None:
+                draft.given[key] = math.ceil(share * total)
+            else:
+                draft.lost[key] = f"{share} of the run: write that share of its steps into train.{key}"
+                del draft.given[key]
+
+
+def usual_numbers(draft: Draft) -> None:
+    """Pass over the numbers of the optimiser, and the metric, that every recipe has."""
+    for key, usual in _USUAL.items():
+        if draft.given.get(key) == usual:
+            draft.needless[key] = f"{draft.take(key)} is AdamW's own"
+    if draft.given.get("metric_for_best_model") in ("loss", "eval_loss"):
+        draft.needless["metric_for_best_model"] = f"{draft.take('metric_for_best_model')} is what counts"
+
+
+def tell_roles(draft: Draft, where: str, roles: Iterable[Any], form: str) -> None:
+    """Tell of names of roles that turns of a format can't have here."""
+    known = SHAREGPT_ROLES if form == "sharegpt" else (*ROLES, "function")
+    if strange := [str(role) for role in roles if role and role not in known]:
+        told = f"{', '.join(strange)}: turns of these roles are refused; call them {', '.join(known)} in the data"
+        draft.lost[where] = told
 
 
 def hold_out(draft: Draft, key: str) -> None:
@@ -121,6 +165,9 @@ def load_best(draft: Draft, usual: bool) -> None:
 def batch_size(draft: Draft, key: str, default: int, packed: bool) -> None:
     """Take over the batch: packed rows, or documents that stay one by one as they are there."""
     draft.put("packing.rows_per_step", draft.take(key, default), key)
+    name = "gradient_accumulation_steps"
+    if name in draft.recipe["train"]:
+        draft.comments[f"train.{name}"] = f"{name}; if it ran on N GPUs, write N times this"
     if not packed:
         draft.put("packing.enabled", False, "documents aren't packed there; true fills rows: fewer steps, and faster")
 

@@ -35,7 +35,7 @@ def convert(path: Path) -> tuple[str, Draft]:
     if tool not in TOOLS:
         problem = f"{path} is {'a configuration of ' + tool if tool else 'no known configuration'}"
         raise ConfigError(problem, f"give the YAML file of {' or '.join(TOOLS)}; pronghorn init writes a recipe anew")
-    draft = Draft({str(key): _unquoted(value) for key, value in table.items() if value is not None}, path.parent)
+    draft = Draft({str(key): _unquoted(value) for key, value in table.items() if value not in (None, "")}, path.parent)
     try:
         TOOLS[tool](draft)
     except PronghornError:
