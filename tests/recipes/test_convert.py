@@ -293,6 +293,7 @@ ORCA = {"instruction": "question", "output": "response", "system": "system_promp
             "data",
             {"train": [{"path": "a/c", "format": "messages"}]},
         ),
+        (f"{HEAD}{ALPACA}chat_template: qwen3\n", "data", {"chat_template": "qwen-3"}),
         (f"{HEAD}{ALPACA}lora_rank_pattern: {{down_proj: 4}}\n", "adapter", {"rank_pattern": {"down_proj": 4}}),
         (
             f"{HEAD}{ALPACA}noisy_embedding_alpha: 5\nadam_beta2: 0.999\nplugins: [axolotl.liger.Plugin]\n",
@@ -349,6 +350,7 @@ TALKS = "datasets: [{path: a/c, type: chat_template, roles: {assistant: [doctor]
     [
         (f"{HEAD}{ALPACA}lora_target_modules: 'layers.[0-9]+.(q|k)_proj'\n", "q|k)_proj': a regular expression;"),
         (f"{HEAD}{TALKS}", "datasets.roles: doctor: turns of these roles are refused; call them system, user,"),
+        (f"{HEAD}{ALPACA}chat_template: mistral_v1\n", "chat_template: mistral_v1: the tokenizer's own is used"),
         (f"{HEAD}{ALPACA}shuffle_merged_datasets: false\n", "shuffle_merged_datasets: false: documents are always"),
         (f"{HEAD}{ALPACA}plugins: [axolotl.integrations.grokfast.GrokfastPlugin]\n", "GrokfastPlugin: no equivalent"),
         (f"{HEAD}{ALPACA}lr_scheduler: linear\ncosine_min_lr_ratio: 0.1\n", "cosine_min_lr_ratio: train.lr_sched"),
@@ -358,6 +360,11 @@ TALKS = "datasets: [{path: a/c, type: chat_template, roles: {assistant: [doctor]
         (f"{HEAD}{ALPACA}lora_r: 64.0\n", "valid integer; the default (16) stays"),
         (f"base_model: a/b\nsample_packing: true\n{ALPACA}tokens: [<x>]\n", "tokens: for full fine-tuning add them"),
         (f"{FACTORY}dataset: roles\n", "dataset roles.tags.roles: Human: turns of these roles are refused"),
+        (f"{FACTORY}dataset: system\n", "dataset system.system: 'system': put it first among the messages"),
+        (
+            f"{FACTORY}dataset: identity\nresume_from_checkpoint: out/checkpoint-5\n",
+            "out/checkpoint-5 is another tool's",
+        ),
         (f"{FACTORY}dataset: identity\nenable_thinking: false\n", "enable_thinking: false: the chat template"),
         (f"{FACTORY}dataset: identity\ndouble_quantization: false\n", "double_quantization: false: NF4's scales"),
         (f"{FACTORY}dataset: identity\ntemplate: default\n", "template: default: the tokenizer's own is used, or"),
@@ -366,6 +373,9 @@ TALKS = "datasets: [{path: a/c, type: chat_template, roles: {assistant: [doctor]
 def test_what_would_mean_something_else_is_told(text: str, says: str, place: Path) -> None:
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "Human", "assistant_tag": "assistant"}
     talks = {"roles": {"file_name": "talks.json", "formatting": "sharegpt", "tags": tags}}
+    usual = {"role_tag": "role", "content_tag": "content"}
+    columns = {"messages": "messages", "system": "system"}
+    talks["system"] = {"file_name": "talks.json", "formatting": "sharegpt", "columns": columns, "tags": usual}
     (place / "data/dataset_info.json").write_text(json.dumps(DATASET_INFO | talks))
     result, recipe, _ = convert(text, place)
     assert recipe is not None and "target_modules" not in recipe["adapter"]

@@ -32,7 +32,15 @@ _SAME = {
     "early_stopping_patience": "train.patience",
     "noisy_embedding_alpha": "train.neftune_noise_alpha",
 }
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "qwen_25": "qwen-2.5", "gemma": "gemma", "mistral_v1": "mistral"}
+_TEMPLATES = {
+    "chatml": "chatml",
+    "gemma": "gemma",
+    "gemma3": "gemma",
+    "llama3": "llama-3",
+    "qwen3": "qwen-3",
+    "qwen_25": "qwen-2.5",
+}
+"""Those that write the same text as one of ours."""
 _BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 """What `path` says of files that `data_files` names."""
 _SUPERVISED = {"roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]), "train_on_eos": ("turn",)}
@@ -119,6 +127,7 @@ def convert(draft: Draft) -> None:
     common.max_steps(draft)
     common.shares_of_steps(draft)
     common.usual_numbers(draft)
+    common.resumed(draft)
     if draft.given.get("base_model_config") == draft.given.get("base_model"):
         draft.take("base_model_config")
     draft.copy(common.SAME | _SAME)

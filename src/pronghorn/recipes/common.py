@@ -96,6 +96,15 @@ def usual_numbers(draft: Draft) -> None:
         draft.needless["metric_for_best_model"] = f"{draft.take('metric_for_best_model')} is what counts"
 
 
+def resumed(draft: Draft) -> None:
+    """Tell of a checkpoint to go on with, which is the other tool's."""
+    if isinstance(path := draft.given.get("resume_from_checkpoint"), str):
+        draft.take("resume_from_checkpoint")
+        draft.lost["resume_from_checkpoint"] = (
+            f"{path} is another tool's; an adapter's folder as model.name begins from it"
+        )
+
+
 def tell_roles(draft: Draft, where: str, roles: Iterable[Any], form: str) -> None:
     """Tell of names of roles that turns of a format can't have here."""
     known = SHAREGPT_ROLES if form == "sharegpt" else (*ROLES, "function")

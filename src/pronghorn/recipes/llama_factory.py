@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pronghorn.data.formats import FORMATS
 from pronghorn.errors import ConfigError
 from pronghorn.recipes import common
 from pronghorn.recipes.common import KERNELS, PACKED
@@ -93,6 +94,7 @@ def convert(draft: Draft) -> None:
     common.max_steps(draft)
     common.shares_of_steps(draft)
     common.usual_numbers(draft)
+    common.resumed(draft)
     draft.copy(common.SAME | _SAME)
     common.load_best(draft, False)
     for name, (ours, default) in _DEFAULTS.items():
@@ -207,9 +209,12 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
     else:
         form, names = "alpaca", {"prompt": "instruction", "query": "input", "response": "output"}
         renamed = {ours: columns.pop(name) for name, ours in names.items() if name in columns}
-    renamed |= {key: columns.pop(key) for key in ("system", "history", "tools") if key in columns}
+    renamed |= {
+        key: columns.pop(key) for key in ("system", "history", "tools") if key in columns and key in FORMATS[form][1]
+    }
     for key, value in {**columns, **{key: value for key, value in entry.items() if key not in _READ}}.items():
-        draft.lost[f"dataset {name}.{key}"] = f"{value!r:.40}: no equivalent"
+        instead = "put it first among the messages" if key == "system" else "no equivalent"
+        draft.lost[f"dataset {name}.{key}"] = f"{value!r:.40}: {instead}"
     source: dict[str, Any] = {"path": path, "format": form}
     if renamed := {ours: name for ours, name in renamed.items() if ours != name}:
         source["columns"] = renamed
