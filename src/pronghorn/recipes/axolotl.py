@@ -263,6 +263,7 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
     table = {key: value for key, value in table.items() if value is not None}
     path, kind = table.pop("path"), table.pop("type", None)
     source: dict[str, Any] = {"path": path}
+    common.tell_lines(draft, where, path)
     if table.pop("data_files", None):
         draft.lost[f"{where}.data_files"] = f"download them from {path}, and name each file as a source of its own"
     columns: dict[str, str] = {}
@@ -283,7 +284,8 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
     elif str(kind).startswith("alpaca"):
         source["format"] = "alpaca"
         columns = dict(_ALPACA.get(str(kind).removeprefix("alpaca_").removesuffix("_chatml"), {}))
-        draft.needless[f"{where}.type"] = f"{kind}: rows become conversations of the chat template"
+        wording = "its own wording is not written: rows become conversations of the chat template"
+        draft.lost[f"{where}.type"] = f"{kind}: {wording}; or write prompt and completion"
     elif kind is not None:
         draft.lost[f"{where}.type"] = (
             f"{kind}: the format is recognised by its keys, or set data.format and data.columns"

@@ -105,6 +105,13 @@ def resumed(draft: Draft) -> None:
         )
 
 
+def tell_lines(draft: Draft, where: str, path: Any) -> None:
+    """Tell of a text file, whose lines are rows there."""
+    if str(path).endswith(".txt"):
+        here = "here the file is one, or what stands between lines of <|endoftext|>"
+        draft.lost[f"{where}.path"] = f"{path}: each line is a text there; {here}"
+
+
 def tell_roles(draft: Draft, where: str, roles: Iterable[Any], form: str) -> None:
     """Tell of names of roles that turns of a format can't have here."""
     known = SHAREGPT_ROLES if form == "sharegpt" else (*ROLES, "function")

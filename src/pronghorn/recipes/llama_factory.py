@@ -216,6 +216,9 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
         instead = "put it first among the messages" if key == "system" else "no equivalent"
         draft.lost[f"dataset {name}.{key}"] = f"{value!r:.40}: {instead}"
     source: dict[str, Any] = {"path": path, "format": form}
+    common.tell_lines(draft, f"dataset {name}", path)
+    if entry.get("num_samples"):
+        draft.lost[f"dataset {name}.num_samples"] = "rows are drawn there; max_samples reads the first ones"
     if renamed := {ours: name for ours, name in renamed.items() if ours != name}:
         source["columns"] = renamed
     common.of_hub(source, dict(entry), {"split": "split", "subset": "config", "num_samples": "max_samples"})
