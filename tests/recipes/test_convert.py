@@ -198,9 +198,6 @@ FACTORY = "model_name_or_path: a/b\nstage: sft\noutput_dir: out\nper_device_trai
 ALPACA = "datasets: [{path: a/c}]\n"
 
 
-ORCA = {"instruction": "question", "output": "response", "system": "system_prompt"}
-
-
 @pytest.mark.parametrize(
     ("text", "section", "values"),
     [
@@ -284,11 +281,6 @@ ORCA = {"instruction": "question", "output": "response", "system": "system_promp
             {"chat_template": "chatml", "train": [{"path": "a/c", "format": "messages"}]},
         ),
         (
-            f"{HEAD}datasets: [{{path: a/c, type: alpaca_w_system.load_open_orca}}]\n",
-            "data",
-            {"train": [{"path": "a/c", "format": "alpaca", "columns": ORCA}]},
-        ),
-        (
             f"{HEAD}datasets: [{{path: a/c, type: chat_template, roles: {{user: [user], assistant: assistant}}}}]\n",
             "data",
             {"train": [{"path": "a/c", "format": "messages"}]},
@@ -296,18 +288,13 @@ ORCA = {"instruction": "question", "output": "response", "system": "system_promp
         (f"{HEAD}{ALPACA}chat_template: qwen3\n", "data", {"chat_template": "qwen-3"}),
         (f"{HEAD}{ALPACA}lora_rank_pattern: {{down_proj: 4}}\n", "adapter", {"rank_pattern": {"down_proj": 4}}),
         (
-            f"{HEAD}{ALPACA}noisy_embedding_alpha: 5\nadam_beta2: 0.999\nplugins: [axolotl.liger.Plugin]\n",
+            f"{HEAD}{ALPACA}noisy_embedding_alpha: 5\nevaluation_strategy: steps\nplugins: [axolotl.liger.Plugin]\n",
             "train",
             {"neftune_noise_alpha": 5},
         ),
         (
-            f"{HEAD}{ALPACA}val_set_size: 0.1\nmax_steps: 250\neval_steps: 0.05\nevaluation_strategy: steps\n",
-            "train",
-            {"eval_steps": 13},
-        ),
-        (
             f"{FACTORY}dataset: identity\nval_size: 0.1\neval_steps: 5\nearly_stopping_steps: 3\n"
-            "metric_for_best_model: eval_loss\ngradient_checkpointing: true\nexport_dir: merged\n",
+            "gradient_checkpointing: true\n",
             "train",
             {"patience": 3},
         ),
@@ -356,12 +343,12 @@ TALKS = "datasets: [{path: a/c, type: chat_template, roles: {assistant: [doctor]
         (f"{HEAD}{ALPACA}shuffle_merged_datasets: false\n", "shuffle_merged_datasets: false: documents are always"),
         (f"{HEAD}{ALPACA}plugins: [axolotl.integrations.grokfast.GrokfastPlugin]\n", "GrokfastPlugin: no equivalent"),
         (f"{HEAD}{ALPACA}lr_scheduler: linear\ncosine_min_lr_ratio: 0.1\n", "cosine_min_lr_ratio: train.lr_sched"),
-        (f"{HEAD}{ALPACA}val_set_size: 0.1\neval_steps: 0.05\n", "eval_steps: 0.05 of the run: write that share of"),
-        (f"{HEAD}{ALPACA}adam_beta2: 0.95\n", "adam_beta2: 0.999 in recipes; SFTConfig in a script"),
+        (f"{HEAD}{ALPACA}adam_beta2: 0.95\n", "adam_beta2: 0.9, 0.999, 1e-8 here; SFTConfig"),
         (f"{HEAD}{ALPACA}rope_scaling: {{type: yarn}}\n", "rope_scaling: set it in the model's config.json"),
         (f"{HEAD}{ALPACA}lora_r: 64.0\n", "valid integer; the default (16) stays"),
         (f"base_model: a/b\nsample_packing: true\n{ALPACA}tokens: [<x>]\n", "tokens: for full fine-tuning add them"),
         (f"{FACTORY}dataset: roles\n", "dataset roles.tags.roles: Human: turns of these roles are refused"),
+        (f"{FACTORY}dataset: identity\nexport_dir: merged\n", "export_dir: no equivalent"),
         (f"{FACTORY}dataset: lines\n", "lines.txt: each line is a text there; here the file is one"),
         (f"{HEAD}datasets: [{{path: a.txt, type: completion}}]\n", "datasets.path: a.txt: each line is a text there"),
         (f"{FACTORY}dataset: system\n", "dataset system.system: 'system': put it first among the messages"),

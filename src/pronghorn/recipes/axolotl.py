@@ -32,32 +32,17 @@ _SAME = {
     "early_stopping_patience": "train.patience",
     "noisy_embedding_alpha": "train.neftune_noise_alpha",
 }
-_TEMPLATES = {
-    "chatml": "chatml",
-    "gemma": "gemma",
-    "gemma3": "gemma",
-    "llama3": "llama-3",
-    "qwen3": "qwen-3",
-    "qwen_25": "qwen-2.5",
-}
+_TEMPLATES = {"chatml": "chatml", "gemma": "gemma", "llama3": "llama-3", "qwen3": "qwen-3", "qwen_25": "qwen-2.5"}
 """Those that write the same text as one of ours."""
 _BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 """What `path` says of files that `data_files` names."""
 _SUPERVISED = {"roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]), "train_on_eos": ("turn",)}
 """What a data set asks for that happens anyway."""
-_ALPACA = {
-    "chat.load_qa": {"instruction": "question", "output": "answer"},
-    "chat.load_camel_ai": {"instruction": "message_1", "output": "message_2"},
-    "w_system.load_open_orca": {"instruction": "question", "output": "response", "system": "system_prompt"},
-}
-"""Columns of Alpaca's that data of other names have, by what their type says after `alpaca_`."""
 _SOURCES = {
     "chat_template_jinja": "save it as a .jinja file and name that in data.chat_template",
     "message_field_training": "call the turns' key `train` in the data",
     "shards": "max_samples reads the first rows of a source",
 }
-_KERNELS = ("cut_cross_entropy", "kernels", "liger")
-"""Plugins that leave a training's numbers as they are have one of these in their names."""
 _TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 _NEEDLESS = {
     "attention": KERNELS,
@@ -125,11 +110,7 @@ def convert(draft: Draft) -> None:
         draft.put("model.max_seq_length", 512, "sequence_len's default")
     draft.given.setdefault("output_dir", "./model-out")
     common.max_steps(draft)
-    common.shares_of_steps(draft)
-    common.usual_numbers(draft)
     common.resumed(draft)
-    if draft.given.get("base_model_config") == draft.given.get("base_model"):
-        draft.take("base_model_config")
     draft.copy(common.SAME | _SAME)
     common.load_best(draft, _loads_best(draft.recipe["train"]))
     if resumed := draft.take("lora_model_dir"):
@@ -137,10 +118,9 @@ def convert(draft: Draft) -> None:
     common.batch_size(draft, "micro_batch_size", 1, bool(draft.given.get("sample_packing")))
     plugins = draft.take("plugins", [])
     for name in [plugins] if isinstance(plugins, str) else plugins:
-        if any(word in name for word in _KERNELS):
-            draft.needless[f"plugins {name}"] = KERNELS
-        else:
-            draft.lost[f"plugins {name}"] = "no equivalent: leave it out"
+        is_kernel = any(word in name for word in ("cut_cross_entropy", "kernels", "liger"))  # its numbers are the same
+        told = draft.needless if is_kernel else draft.lost
+        told[f"plugins {name}"] = KERNELS if is_kernel else "no equivalent: leave it out"
     _targets(draft)
     _data(draft)
     common.hold_out(draft, "val_set_size")
@@ -283,7 +263,6 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
         _turns(draft, table, source, columns, str(kind), where)
     elif str(kind).startswith("alpaca"):
         source["format"] = "alpaca"
-        columns = dict(_ALPACA.get(str(kind).removeprefix("alpaca_").removesuffix("_chatml"), {}))
         wording = "its own wording is not written: rows become conversations of the chat template"
         draft.lost[f"{where}.type"] = f"{kind}: {wording}; or write prompt and completion"
     elif kind is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,10 +44,8 @@ NEEDLESS = {
     "save_strategy": "train.save_steps; a checkpoint is saved every ten minutes anyway",
 }
 _GPUS = "pronghorn train uses all GPUs of the machine; launch.strategy: sharded shares a LoRA's base among them"
-_USUAL = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
-"""AdamW's numbers in every recipe."""
 LOST = {
-    **{key: f"{usual:g} in recipes; SFTConfig in a script takes another" for key, usual in _USUAL.items()},
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), "0.9, 0.999, 1e-8 here; SFTConfig takes others"),
     "deepspeed": _GPUS,
     "fsdp": _GPUS,
     "fsdp_config": _GPUS,
@@ -72,28 +69,6 @@ def half_precision(draft: Draft) -> None:
     """Take over `fp16`."""
     if draft.asked("fp16") is True:
         draft.put("precision.dtype", "float16", "fp16")
-
-
-def shares_of_steps(draft: Draft) -> None:
-    """Count `eval_steps` and `save_steps` below 1, shares of the run, where its steps are known."""
-    total = draft.given.get("max_steps")
-    for key in ("eval_steps", "save_steps"):
-        share = draft.given.get(key)
-        if isinstance(share, float) and 0 < share < 1:
-            if total is not None:
-                draft.given[key] = math.ceil(share * total)
-            else:
-                draft.lost[key] = f"{share} of the run: write that share of its steps into train.{key}"
-                del draft.given[key]
-
-
-def usual_numbers(draft: Draft) -> None:
-    """Pass over the numbers of the optimiser, and the metric, that every recipe has."""
-    for key, usual in _USUAL.items():
-        if draft.given.get(key) == usual:
-            draft.needless[key] = f"{draft.take(key)} is AdamW's own"
-    if draft.given.get("metric_for_best_model") in ("loss", "eval_loss"):
-        draft.needless["metric_for_best_model"] = f"{draft.take('metric_for_best_model')} is what counts"
 
 
 def resumed(draft: Draft) -> None:

@@ -44,7 +44,6 @@ _NEEDLESS = {
     "do_eval": "data.eval is measured before and after training",
     "do_train": "pronghorn train trains",
     "enable_liger_kernel": KERNELS,
-    "export_dir": "pronghorn export writes a trained run in other formats",
     "flash_attn": KERNELS,
     "neat_packing": PACKED,
     "overwrite_cache": "the cache knows when data change",
@@ -92,8 +91,6 @@ def convert(draft: Draft) -> None:
     if method == "full":
         common.without_adapter(draft, _LORA_S)
     common.max_steps(draft)
-    common.shares_of_steps(draft)
-    common.usual_numbers(draft)
     common.resumed(draft)
     draft.copy(common.SAME | _SAME)
     common.load_best(draft, False)
