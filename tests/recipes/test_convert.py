@@ -380,6 +380,17 @@ def test_accumulation_is_counted_over_all_gpus(place: Path) -> None:
     assert "# gradient_accumulation_steps; if it ran on N GPUs, write N times this" in written
 
 
+def test_what_is_cut_off_is_told(place: Path) -> None:
+    _, _, written = convert(f"{FACTORY}dataset: identity\nmask_history: true\n", place)
+    assert "overflow: truncate" in written and "# the end is cut; there each turn in proportion" in written
+
+
+def test_a_script_is_no_file_of_keys(place: Path) -> None:
+    (place / "train.sh").write_text("llamafactory-cli train --stage sft\n")
+    result = CliRunner().invoke(app, ["convert", "train.sh"])
+    assert result.exit_code == 1 and "train.sh is a script" in result.output
+
+
 def test_each_of_several_data_sets_tells_what_it_loses(place: Path) -> None:
     sets = [
         {"path": "a/c", "type": "chat_template", "shards": 2},
@@ -486,6 +497,7 @@ def test_what_is_there_is_not_written_over(place: Path) -> None:
             f"{HEAD}{ALPACA}".replace("a/b", "${MODEL}"),
             "base_model: '${MODEL}' can't be model.name: recipes don't fill",
         ),
+        ("model: a/b\ntrain_dataset: a.yaml\nmicro_batch_size: 1\n", "the keys of LLaMA-Factory's v1 (train_dataset)"),
         (f"{FACTORY}dataset: identity\nadapter_name_or_path: a,b\n", "'a,b' is merged there before training"),
         (f"{FACTORY}dataset: identity\nadapter_name_or_path: a\ncreate_new_adapter: true\n", "--to merged"),
     ],

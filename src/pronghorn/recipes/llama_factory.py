@@ -109,7 +109,10 @@ def convert(draft: Draft) -> None:
         draft.put("model.load_in_4bit", True, "quantization_bit: 4")
     _data(draft)
     packed = bool(draft.given.get("packing", stage == "pt") or draft.given.get("neat_packing"))
-    draft.put("data.overflow", "split" if stage == "pt" and packed else "truncate", "as cutoff_len there")
+    how = (
+        "as cutoff_len there" if stage == "pt" else "the end is cut; there each turn in proportion, or the first turns"
+    )
+    draft.put("data.overflow", "split" if stage == "pt" and packed else "truncate", how)
     common.hold_out(draft, "val_size")
     common.warm_up(draft, 0, 0)
     common.half_precision(draft)
