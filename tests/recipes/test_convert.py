@@ -375,8 +375,9 @@ def test_what_would_mean_something_else_is_told(text: str, says: str, place: Pat
     assert says in result.output and "1 key has no equivalent" in result.output, result.output
 
 
-def test_accumulation_is_counted_over_all_gpus(place: Path) -> None:
-    _, _, written = convert(f"{HEAD}{ALPACA}gradient_accumulation_steps: 4\n", place)
+def test_what_is_counted_or_trained_otherwise_stands_beside_it(place: Path) -> None:
+    _, _, written = convert(f"{HEAD}{ALPACA}gradient_accumulation_steps: 4\ntrain_on_inputs: true\n", place)
+    assert "# train_on_inputs; headers of turns are trained, too" in written
     assert "# gradient_accumulation_steps; if it ran on N GPUs, write N times this" in written
 
 

@@ -133,7 +133,7 @@ def convert(draft: Draft) -> None:
         draft.put("memory.gradient_checkpointing", draft.take("gradient_checkpointing"), "gradient_checkpointing")
     _dtype(draft)
     if draft.asked("train_on_inputs"):
-        draft.put("data.loss_on", "all", "train_on_inputs")
+        draft.put("data.loss_on", "all", "train_on_inputs; headers of turns are trained, too")
     for tool, key in (("wandb", "wandb_project"), ("tensorboard", "use_tensorboard")):
         if draft.asked(key):
             draft.lost[key] = f"train.report_to: [{tool}], once {tool} is installed"
