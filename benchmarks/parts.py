@@ -111,8 +111,7 @@ def one(
             json.dumps({**vars(given), "began": began, "before": before or {}}, default=str), encoding="utf-8"
         )
         paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-        quiet = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        quiet["UNSLOTH_DISABLE_STATISTICS"] = "1"
+        quiet = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
         with log.open("w") as output:
             try:
                 process = subprocess.run(

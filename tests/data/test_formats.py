@@ -242,3 +242,10 @@ def test_bad_rows_are_dropped_and_told_where_asked(tmp_path: Path) -> None:
         read_rows(write(path, good, {"text": "x"}), on_bad=dropped.append)
     with pytest.raises(DataError, match="each of its rows was dropped"):
         read_rows(write(path, good | {"completion": ""}), on_bad=dropped.append)
+
+
+def test_a_column_that_is_read_under_another_name_is_not_read_twice() -> None:
+    """The question would stand there twice."""
+    reader = RowReader("alpaca", {"instruction": "input", "output": "target"})
+    [row] = reader.read("a.jsonl", [(1, {"input": "Who?", "target": "A cat."})])
+    assert isinstance(row, Conversation) and [turn.content for turn in row.messages] == ["Who?", "A cat."]

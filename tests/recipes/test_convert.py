@@ -195,7 +195,7 @@ def test_dataset_info_is_read(place: Path) -> None:
 
 HEAD = "base_model: a/b\nadapter: lora\noutput_dir: out\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\noutput_dir: out\nper_device_train_batch_size: 1\n"
-ALPACA = "datasets: [{path: a/c, type: alpaca}]\n"
+ALPACA = "datasets: [{path: a/c}]\n"
 
 
 @pytest.mark.parametrize(
@@ -271,13 +271,47 @@ ALPACA = "datasets: [{path: a/c, type: alpaca}]\n"
             "memory",
             {"gradient_checkpointing": "offload"},
         ),
+        (f"{HEAD}{ALPACA}bf16: true\nfp16: true\ntf32: true\n", "precision", {"tf32": True, "dtype": None}),
+        (f"{HEAD}{ALPACA}bf16: auto\nfp16: true\n", "precision", {"dtype": "float16"}),
+        (f"{HEAD}{ALPACA}bf16: false\nfloat16: true\n", "precision", {"dtype": "float16"}),
+        (f"{HEAD}{ALPACA}bf16: false\nbfloat16: true\ntf32: true\n", "precision", {"dtype": None}),
+        (
+            f"{HEAD}datasets: [{{path: a/c, type: chat_template, chat_template: chatml}}]\n",
+            "data",
+            {"chat_template": "chatml", "train": [{"path": "a/c", "format": "messages"}]},
+        ),
+        (
+            f"{HEAD}datasets: [{{path: a/c, type: chat_template, roles: {{user: [user], assistant: assistant}}}}]\n",
+            "data",
+            {"train": [{"path": "a/c", "format": "messages"}]},
+        ),
+        (f"{HEAD}{ALPACA}chat_template: qwen3\n", "data", {"chat_template": "qwen-3"}),
+        (f"{HEAD}{ALPACA}lora_rank_pattern: {{down_proj: 4}}\n", "adapter", {"rank_pattern": {"down_proj": 4}}),
+        (
+            f"{HEAD}{ALPACA}noisy_embedding_alpha: 5\nevaluation_strategy: steps\nplugins: [axolotl.liger.Plugin]\n",
+            "train",
+            {"neftune_noise_alpha": 5},
+        ),
+        (
+            f"{FACTORY}dataset: identity\nval_size: 0.1\neval_steps: 5\nearly_stopping_steps: 3\n"
+            "gradient_checkpointing: true\n",
+            "train",
+            {"patience": 3},
+        ),
+        (
+            f"{FACTORY}dataset: a/c\ndataset_dir: ONLINE\n",
+            "data",
+            {"train": [{"path": "a/c", "format": "alpaca"}]},
+        ),
     ],
 )
 def test_a_key_is_taken_over(text: str, section: str, values: dict[str, Any], place: Path) -> None:
     result, recipe, _ = convert(text, place)
     assert recipe is not None, result.output
     assert {key: recipe[section].get(key) for key in values} == values
-    assert "0 keys have no equivalent" in result.output, result.output
+    told = any(said in result.output for said in ("datasets.type: alpaca", "part.num_samples: rows are drawn"))
+    assert told is ("type: alpaca" in text or "dataset: part" in text)
+    assert ("1 key has" if told else "0 keys have") + " no equivalent" in result.output, result.output
 
 
 @pytest.mark.parametrize(
@@ -295,6 +329,67 @@ def test_a_key_is_taken_over(text: str, section: str, values: dict[str, Any], pl
 def test_what_a_data_set_asks_for_in_vain_is_told(line: str, says: str, place: Path) -> None:
     result, _, _ = convert(f"{HEAD}datasets: [{line}]\n", place)
     assert says in result.output and "1 key has no" in result.output
+
+
+TALKS = "datasets: [{path: a/c, type: chat_template, roles: {assistant: [doctor]}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{HEAD}{ALPACA}lora_target_modules: 'layers.[0-9]+.(q|k)_proj'\n", "q|k)_proj': a regular expression;"),
+        (f"{HEAD}{TALKS}", "datasets.roles: doctor: turns of these roles are refused; call them system, user,"),
+        (f"{HEAD}{ALPACA}chat_template: mistral_v1\n", "chat_template: mistral_v1: the tokenizer's own is used"),
+        (f"{HEAD}{ALPACA}shuffle_merged_datasets: false\n", "shuffle_merged_datasets: false: documents are always"),
+        (f"{HEAD}{ALPACA}plugins: [axolotl.integrations.grokfast.GrokfastPlugin]\n", "GrokfastPlugin: no equivalent"),
+        (f"{HEAD}{ALPACA}lr_scheduler: linear\ncosine_min_lr_ratio: 0.1\n", "cosine_min_lr_ratio: train.lr_sched"),
+        (f"{HEAD}{ALPACA}adam_beta2: 0.95\n", "adam_beta2: 0.9, 0.999, 1e-8 here; SFTConfig"),
+        (f"{HEAD}{ALPACA}rope_scaling: {{type: yarn}}\n", "rope_scaling: set it in the model's config.json"),
+        (f"{HEAD}{ALPACA}lora_r: 64.0\n", "valid integer; the default (16) stays"),
+        (f"base_model: a/b\nsample_packing: true\n{ALPACA}tokens: [<x>]\n", "tokens: for full fine-tuning add them"),
+        (f"{FACTORY}dataset: roles\n", "dataset roles.tags.roles: Human: turns of these roles are refused"),
+        (f"{FACTORY}dataset: identity\nexport_dir: merged\n", "export_dir: no equivalent"),
+        (f"{FACTORY}dataset: lines\n", "lines.txt: each line is a text there; here the file is one"),
+        (f"{HEAD}datasets: [{{path: a.txt, type: completion}}]\n", "datasets.path: a.txt: each line is a text there"),
+        (f"{FACTORY}dataset: system\n", "dataset system.system: 'system': put it first among the messages"),
+        (
+            f"{FACTORY}dataset: identity\nresume_from_checkpoint: out/checkpoint-5\n",
+            "out/checkpoint-5 is another tool's",
+        ),
+        (f"{FACTORY}dataset: identity\nenable_thinking: false\n", "enable_thinking: false: the chat template"),
+        (f"{FACTORY}dataset: identity\ndouble_quantization: false\n", "double_quantization: false: NF4's scales"),
+        (f"{FACTORY}dataset: identity\ntemplate: default\n", "template: default: the tokenizer's own is used, or"),
+    ],
+)
+def test_what_would_mean_something_else_is_told(text: str, says: str, place: Path) -> None:
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "Human", "assistant_tag": "assistant"}
+    talks = {"roles": {"file_name": "talks.json", "formatting": "sharegpt", "tags": tags}}
+    usual = {"role_tag": "role", "content_tag": "content"}
+    columns = {"messages": "messages", "system": "system"}
+    talks["lines"] = {"file_name": "lines.txt", "columns": {"prompt": "text"}}
+    talks["system"] = {"file_name": "talks.json", "formatting": "sharegpt", "columns": columns, "tags": usual}
+    (place / "data/dataset_info.json").write_text(json.dumps(DATASET_INFO | talks))
+    result, recipe, _ = convert(text, place)
+    assert recipe is not None and "target_modules" not in recipe["adapter"]
+    assert recipe["train"].get("lr_scheduler_kwargs") is None
+    assert says in result.output and "1 key has no equivalent" in result.output, result.output
+
+
+def test_what_is_counted_or_trained_otherwise_stands_beside_it(place: Path) -> None:
+    _, _, written = convert(f"{HEAD}{ALPACA}gradient_accumulation_steps: 4\ntrain_on_inputs: true\n", place)
+    assert "# train_on_inputs; headers of turns are trained, too" in written
+    assert "# gradient_accumulation_steps; if it ran on N GPUs, write N times this" in written
+
+
+def test_what_is_cut_off_is_told(place: Path) -> None:
+    _, _, written = convert(f"{FACTORY}dataset: identity\nmask_history: true\n", place)
+    assert "overflow: truncate" in written and "# the end is cut; there each turn in proportion" in written
+
+
+def test_a_script_is_no_file_of_keys(place: Path) -> None:
+    (place / "train.sh").write_text("llamafactory-cli train --stage sft\n")
+    result = CliRunner().invoke(app, ["convert", "train.sh"])
+    assert result.exit_code == 1 and "train.sh is a script" in result.output
 
 
 def test_each_of_several_data_sets_tells_what_it_loses(place: Path) -> None:
@@ -395,6 +490,17 @@ def test_what_is_there_is_not_written_over(place: Path) -> None:
         ("model_name_or_path: a\nstage: sft\nlora_rank: x\ndataset: 3\n", "not of the kind that LLaMA-Factory"),
         ("model_name_or_path: a\ndataset_name: b\n", "a configuration of TRL"),
         ("base_model: a\nadapter: lora\ndatasets: []\n", "would lack"),
+        (
+            f"{HEAD}datasets: [{{path: 'https://a.b/c.jsonl'}}]\n",
+            "'https://a.b/c.jsonl' can't be data.train: an address",
+        ),
+        (
+            f"{HEAD}{ALPACA}".replace("a/b", "${MODEL}"),
+            "base_model: '${MODEL}' can't be model.name: recipes don't fill",
+        ),
+        ("model: a/b\ntrain_dataset: a.yaml\nmicro_batch_size: 1\n", "the keys of LLaMA-Factory's v1 (train_dataset)"),
+        (f"{FACTORY}dataset: identity\nadapter_name_or_path: a,b\n", "'a,b' is merged there before training"),
+        (f"{FACTORY}dataset: identity\nadapter_name_or_path: a\ncreate_new_adapter: true\n", "--to merged"),
     ],
 )
 def test_other_files_are_refused_by_name(text: str, says: str, place: Path) -> None:

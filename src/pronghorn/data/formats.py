@@ -298,7 +298,9 @@ def read_row(shape: Shape, value: Mapping[str, Any], path: str, line: int) -> Ro
     Raises:
         DataError: whatever in it can't be trained on.
     """
-    columns = {name: shape.columns.get(name, name) for name in _all_keys(shape.name)}
+    taken = {column for name, column in shape.columns.items() if name != column}  # read under another name
+    names = [name for name in _all_keys(shape.name) if name in shape.columns or name not in taken]
+    columns = {name: shape.columns.get(name, name) for name in names}
     fields = {name: value[column] for name, column in columns.items() if column in value}
     return READERS[shape.name](fields, where(path, line), path=path, line=line)
 

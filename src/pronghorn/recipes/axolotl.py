@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pronghorn.data.messages import WEIGHTS
@@ -16,6 +17,8 @@ _SAME = {
     "lora_alpha": "adapter.lora_alpha",
     "lora_modules_to_save": "adapter.modules_to_save",
     "lora_target_parameters": "adapter.target_parameters",
+    "lora_rank_pattern": "adapter.rank_pattern",
+    "lora_alpha_pattern": "adapter.alpha_pattern",
     "peft_use_rslora": "adapter.use_rslora",
     "peft_use_dora": "adapter.use_dora",
     "peft_init_lora_weights": "adapter.init_lora_weights",
@@ -27,26 +30,30 @@ _SAME = {
     "optimizer": "train.optimizer",
     "learning_rate": "train.learning_rate",
     "early_stopping_patience": "train.patience",
+    "noisy_embedding_alpha": "train.neftune_noise_alpha",
 }
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "qwen_25": "qwen-2.5", "gemma": "gemma", "mistral_v1": "mistral"}
+_TEMPLATES = {"chatml": "chatml", "gemma": "gemma", "llama3": "llama-3", "qwen3": "qwen-3", "qwen_25": "qwen-2.5"}
+"""Those that write the same text as one of ours."""
 _BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 """What `path` says of files that `data_files` names."""
 _SUPERVISED = {"roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]), "train_on_eos": ("turn",)}
 """What a data set asks for that happens anyway."""
 _SOURCES = {
+    "chat_template_jinja": "save it as a .jinja file and name that in data.chat_template",
     "message_field_training": "call the turns' key `train` in the data",
     "shards": "max_samples reads the first rows of a source",
 }
 _TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 _NEEDLESS = {
+    "attention": KERNELS,
+    "attn_implementation": KERNELS,
     "auto_resume_from_checkpoints": "the same command goes on",
     "chat_template": "the tokenizer's own template is the default",
     "dataset_prepared_path": "tokenised data are cached by themselves",
     "eval_batch_size": PACKED,
     "eval_sample_packing": PACKED,
+    "eot_tokens": "the end of a turn, as the template writes it, is supervised",
     "flash_attention": KERNELS,
-    "gradient_checkpointing": "memory.gradient_checkpointing: auto keeps what fits and recomputes the rest",
-    "gradient_checkpointing_kwargs": "memory.gradient_checkpointing: auto",
     "is_llama_derived_model": "read from the model",
     "liger_glu_activation": KERNELS,
     "liger_fused_linear_cross_entropy": KERNELS,
@@ -59,7 +66,7 @@ _NEEDLESS = {
     "lora_target_linear": "adapter.target_modules: all-linear is the default",
     "model_type": "read from the model",
     "pad_to_sequence_len": PACKED,
-    "plugins": KERNELS,
+    "quantize_moe_experts": "model.load_in_4bit stores experts so, too",
     "sample_packing": PACKED,
     "save_safetensors": "weights are always saved so",
     "sdp_attention": KERNELS,
@@ -70,13 +77,16 @@ _NEEDLESS = {
     "xformers_attention": KERNELS,
 }
 _LOST = {
+    "base_model_config": "the checkpoint's own configuration and tokenizer are used",
+    "cosine_min_lr_ratio": "train.lr_scheduler: cosine_with_min_lr, if a cosine will do",
     "batch_size": "train.gradient_accumulation_steps: batch_size divided by micro_batch_size",
     "evals_per_epoch": "train.eval_steps counts steps, with data.eval",
     "group_by_length": "packing fills rows instead",
-    "hub_model_id": "upload after training: pronghorn docs after-training",
     "load_in_8bit": "model.load_in_4bit: true, or 16-bit weights (the default)",
     "saves_per_epoch": "train.save_steps counts steps; a checkpoint is saved every ten minutes anyway",
+    "shuffle_merged_datasets": "documents are always shuffled",
     "special_tokens": "tokens that the tokenizer has stay; new ones go into adapter.new_tokens",
+    "tokenizer_config": "the checkpoint's own tokenizer is used",
     "unfrozen_parameters": "adapter.method: full trains every weight, adapter.modules_to_save whole modules",
 }
 
@@ -94,30 +104,36 @@ def convert(draft: Draft) -> None:
         draft.lost["adapter"] = f"{adapter!r} is not here; lora is written instead"
     if adapter is None:  # an example's left-over LoRA keys say nothing of full fine-tuning
         common.without_adapter(draft, ("lora_", "peft_"))
+        if draft.asked("tokens"):
+            draft.lost["tokens"] = "for full fine-tuning add them to the model's folder beforehand"
     if "sequence_len" not in draft.given:
         draft.put("model.max_seq_length", 512, "sequence_len's default")
     draft.given.setdefault("output_dir", "./model-out")
     common.max_steps(draft)
+    common.resumed(draft)
     draft.copy(common.SAME | _SAME)
     common.load_best(draft, _loads_best(draft.recipe["train"]))
     if resumed := draft.take("lora_model_dir"):
         draft.put("model.name", str(resumed), "lora_model_dir; its base is named in its adapter_config.json")
     common.batch_size(draft, "micro_batch_size", 1, bool(draft.given.get("sample_packing")))
+    plugins = draft.take("plugins", [])
+    for name in [plugins] if isinstance(plugins, str) else plugins:
+        is_kernel = any(word in name for word in ("cut_cross_entropy", "kernels", "liger"))  # its numbers are the same
+        told = draft.needless if is_kernel else draft.lost
+        told[f"plugins {name}"] = KERNELS if is_kernel else "no equivalent: leave it out"
     _targets(draft)
     _data(draft)
     common.hold_out(draft, "val_set_size")
-    draft.put("train.lr_scheduler", draft.take("lr_scheduler", "cosine"), "lr_scheduler")
-    if least := draft.asked("cosine_min_lr_ratio"):
+    draft.put("train.lr_scheduler", shape := draft.take("lr_scheduler", "cosine"), "lr_scheduler")
+    if shape == "cosine" and (least := draft.asked("cosine_min_lr_ratio")):
         draft.put("train.lr_scheduler", "cosine_with_min_lr", "cosine_min_lr_ratio")
         draft.put("train.lr_scheduler_kwargs", {"min_lr_rate": least}, "cosine_min_lr_ratio")
     common.warm_up(draft, 0.03, 100)
     if draft.given.get("gradient_checkpointing") is False:
         draft.put("memory.gradient_checkpointing", draft.take("gradient_checkpointing"), "gradient_checkpointing")
-    if draft.given.get("bf16") is False and not draft.given.get("fp16"):
-        draft.put("precision.dtype", "float32", "neither bf16 nor fp16")
-    common.half_precision(draft)
+    _dtype(draft)
     if draft.asked("train_on_inputs"):
-        draft.put("data.loss_on", "all", "train_on_inputs")
+        draft.put("data.loss_on", "all", "train_on_inputs; headers of turns are trained, too")
     for tool, key in (("wandb", "wandb_project"), ("tensorboard", "use_tensorboard")):
         if draft.asked(key):
             draft.lost[key] = f"train.report_to: [{tool}], once {tool} is installed"
@@ -128,7 +144,17 @@ def convert(draft: Draft) -> None:
     if isinstance(special, dict) and set(special) <= {"pad_token", "eos_token", "bos_token", "unk_token"}:
         draft.take("special_tokens")
         draft.needless["special_tokens"] = "packed rows have no padding; the tokenizer's own tokens stay"
-    draft.explain(common.LOST | _LOST, common.NEEDLESS | _NEEDLESS)
+    draft.explain(common.LOST | _LOST, common.NEEDLESS | _NEEDLESS, unless=("shuffle_merged_datasets",))
+
+
+def _dtype(draft: Draft) -> None:
+    """Take over the dtype: bf16 goes before 16 bits of the other kind, except where it is to be found out."""
+    asked = [key for key in ("bfloat16", "float16", "fp16") if draft.asked(key)]
+    bf16 = draft.given.get("bf16", "auto")
+    if "bfloat16" in asked or (bf16 == "auto" and "fp16" not in asked) or (bf16 and bf16 != "auto"):
+        draft.needless |= dict.fromkeys(asked, "bf16 goes before it")
+    else:
+        draft.put("precision.dtype", "float16" if asked else "float32", " ".join(asked) or "neither bf16 nor fp16")
 
 
 def _loads_best(train: dict[str, Any]) -> bool:
@@ -146,6 +172,9 @@ def _targets(draft: Draft) -> None:
             draft.lost["lora_target_modules"] = f"{', '.join(wide)}: adapter.modules_to_save trains such modules whole"
         else:
             draft.needless["lora_target_modules"] = "among all linears"
+    elif isinstance(targets, str) and re.search(r"[^\w.,\s-]", targets):
+        told = "a regular expression; adapter.target_modules names linears, e.g. [q_proj, v_proj]"
+        draft.lost["lora_target_modules"] = f"{targets!r:.120}: {told}"
     elif targets:
         draft.put("adapter.target_modules", targets, "lora_target_modules")
 
@@ -159,6 +188,9 @@ def _data(draft: Draft) -> None:
         if key == "pretraining_dataset":
             sets = [_texts(each) for each in sets]
         if sets:
+            templates = {each.get("chat_template") for each in sets}
+            if len(templates) == 1 and None not in templates and "chat_template_jinja" not in draft.given:
+                draft.given.setdefault("chat_template", templates.pop())
             texts = [each.get("type") == "completion" for each in sets]
             draft.put("data.train", _sources(draft, sets, key), key)
             draft.put("data.overflow", "split" if all(texts) else "drop", f"as {key} there")
@@ -211,6 +243,7 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
     table = {key: value for key, value in table.items() if value is not None}
     path, kind = table.pop("path"), table.pop("type", None)
     source: dict[str, Any] = {"path": path}
+    common.tell_lines(draft, where, path)
     if table.pop("data_files", None):
         draft.lost[f"{where}.data_files"] = f"download them from {path}, and name each file as a source of its own"
     columns: dict[str, str] = {}
@@ -230,7 +263,8 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
         _turns(draft, table, source, columns, str(kind), where)
     elif str(kind).startswith("alpaca"):
         source["format"] = "alpaca"
-        draft.needless[f"{where}.type"] = f"{kind}: rows become conversations of the chat template"
+        wording = "its own wording is not written: rows become conversations of the chat template"
+        draft.lost[f"{where}.type"] = f"{kind}: {wording}; or write prompt and completion"
     elif kind is not None:
         draft.lost[f"{where}.type"] = (
             f"{kind}: the format is recognised by its keys, or set data.format and data.columns"
@@ -238,8 +272,10 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
     if renamed := {ours: name for ours, name in columns.items() if ours != name}:
         source["columns"] = renamed
     common.of_hub(source, table, {"split": "split", "name": "config", "revision": "revision"})
-    for key in ("ds_type", "roles"):
-        table.pop(key, None)  # both are recognised
+    table.pop("ds_type", None)  # recognised
+    roles = (table.pop("roles", None) or {}).values()
+    called = [name for each in roles for name in ([each] if isinstance(each, str) else each)]
+    common.tell_roles(draft, f"{where}.roles", called, source.get("format", "messages"))
     for key, value in table.items():
         if value in _SUPERVISED.get(key, ()):
             draft.needless[f"{where}.{key}"] = "every assistant turn is supervised, with the token that ends it"

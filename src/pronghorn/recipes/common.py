@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from pronghorn.config.habits import NO_KEYS
+from pronghorn.data.messages import SHAREGPT_ROLES
+from pronghorn.data.rows import ROLES
 from pronghorn.errors import ConfigError
 from pronghorn.recipes.draft import Draft
 
@@ -32,16 +36,23 @@ NEEDLESS = {
     "bf16": "precision.dtype: auto is bf16 on a GPU that has it",
     "dataloader_num_workers": "data are tokenised beforehand",
     "eval_strategy": "train.eval_steps, with data.eval",
+    "evaluation_strategy": "train.eval_steps, with data.eval",
+    "gradient_checkpointing": "memory.gradient_checkpointing: auto keeps what fits and recomputes the rest",
+    "gradient_checkpointing_kwargs": "memory.gradient_checkpointing: auto",
     "resume_from_checkpoint": "the same command goes on",
     "save_only_model": "checkpoints hold what resuming needs",
     "save_strategy": "train.save_steps; a checkpoint is saved every ten minutes anyway",
 }
 _GPUS = "pronghorn train uses all GPUs of the machine; launch.strategy: sharded shares a LoRA's base among them"
 LOST = {
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), "0.9, 0.999, 1e-8 here; SFTConfig takes others"),
     "deepspeed": _GPUS,
     "fsdp": _GPUS,
     "fsdp_config": _GPUS,
-    "push_to_hub": "upload after training: pronghorn docs after-training",
+    **dict.fromkeys(("hub_strategy", "hub_private_repo"), NO_KEYS["push_to_hub"]),
+    "metric_for_best_model": "train.load_best and train.patience go by the held-out loss",
+    **dict.fromkeys(("model_config", "overrides_of_model_config"), NO_KEYS["rope_scaling"]),
+    **dict.fromkeys(("model_revision", "revision_of_model"), NO_KEYS["revision"]),
     "report_to": "name the tools in train.report_to, once they are installed",
 }
 
@@ -58,6 +69,30 @@ def half_precision(draft: Draft) -> None:
     """Take over `fp16`."""
     if draft.asked("fp16") is True:
         draft.put("precision.dtype", "float16", "fp16")
+
+
+def resumed(draft: Draft) -> None:
+    """Tell of a checkpoint to go on with, which is the other tool's."""
+    if isinstance(path := draft.given.get("resume_from_checkpoint"), str):
+        draft.take("resume_from_checkpoint")
+        draft.lost["resume_from_checkpoint"] = (
+            f"{path} is another tool's; an adapter's folder as model.name begins from it"
+        )
+
+
+def tell_lines(draft: Draft, where: str, path: Any) -> None:
+    """Tell of a text file, whose lines are rows there."""
+    if str(path).endswith(".txt"):
+        here = "here the file is one, or what stands between lines of <|endoftext|>"
+        draft.lost[f"{where}.path"] = f"{path}: each line is a text there; {here}"
+
+
+def tell_roles(draft: Draft, where: str, roles: Iterable[Any], form: str) -> None:
+    """Tell of names of roles that turns of a format can't have here."""
+    known = SHAREGPT_ROLES if form == "sharegpt" else (*ROLES, "function")
+    if strange := [str(role) for role in roles if role and role not in known]:
+        told = f"{', '.join(strange)}: turns of these roles are refused; call them {', '.join(known)} in the data"
+        draft.lost[where] = told
 
 
 def hold_out(draft: Draft, key: str) -> None:
@@ -121,6 +156,9 @@ def load_best(draft: Draft, usual: bool) -> None:
 def batch_size(draft: Draft, key: str, default: int, packed: bool) -> None:
     """Take over the batch: packed rows, or documents that stay one by one as they are there."""
     draft.put("packing.rows_per_step", draft.take(key, default), key)
+    name = "gradient_accumulation_steps"
+    if name in draft.recipe["train"]:
+        draft.comments[f"train.{name}"] = f"{name}; if it ran on N GPUs, write N times this"
     if not packed:
         draft.put("packing.enabled", False, "documents aren't packed there; true fills rows: fewer steps, and faster")
 

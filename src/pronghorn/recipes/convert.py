@@ -30,12 +30,18 @@ def convert(path: Path) -> tuple[str, Draft]:
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist", f"give the YAML file of {' or '.join(TOOLS)}")
+    if path.suffix == ".sh":
+        remedy = "write its options into a YAML file, a line for each (--stage sft: `stage: sft`), and convert that"
+        raise ConfigError(f"{path} is a script", remedy)
     table = read_table(path)
+    if "train_dataset" in table:
+        remedy = "write model_name_or_path, stage and dataset instead, or make a recipe by pronghorn init"
+        raise ConfigError(f"{path} has the keys of LLaMA-Factory's v1 (train_dataset), which aren't read", remedy)
     tool = tool_of(table)
     if tool not in TOOLS:
         problem = f"{path} is {'a configuration of ' + tool if tool else 'no known configuration'}"
         raise ConfigError(problem, f"give the YAML file of {' or '.join(TOOLS)}; pronghorn init writes a recipe anew")
-    draft = Draft({str(key): _unquoted(value) for key, value in table.items() if value is not None}, path.parent)
+    draft = Draft({str(key): _unquoted(value) for key, value in table.items() if value not in (None, "")}, path.parent)
     try:
         TOOLS[tool](draft)
     except PronghornError:

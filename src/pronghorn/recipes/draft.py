@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from pronghorn.config.habits import NO_KEYS
 from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError
 
@@ -55,13 +56,16 @@ class Draft:
             if (value := self.take(name)) is not None:
                 self.put(ours, value, name)
 
-    def explain(self, lost: Mapping[str, str], needless: Mapping[str, str]) -> None:
-        """Tell of the keys that are left what becomes of them; false ones ask for nothing."""
+    def explain(self, lost: Mapping[str, str], needless: Mapping[str, str], unless: Container[str] = ()) -> None:
+        """Tell of the keys that are left what becomes of them; false ones ask for nothing, `unless` they are true there
+        by default."""
         for name, value in list(self.given.items()):
-            if name in needless or value is None or value is False or value in ("none", "no", [], {}):
+            if value is False and name in unless:
+                self.lost[name] = f"false: {lost[name]}"
+            elif name in needless or value is None or value is False or value in ("none", "no", [], {}):
                 self.needless[name] = needless.get(name, "it asks for nothing")
             else:
-                self.lost[name] = lost.get(name, "no equivalent: leave it out")
+                self.lost[name] = lost.get(name) or NO_KEYS.get(name, "no equivalent: leave it out")
             del self.given[name]
 
     def check(self) -> None:
@@ -82,14 +86,21 @@ class Draft:
                 if value is None:
                     raise ConfigError(f"the recipe would lack {key}", "add it to the file, and convert again") from None
                 source_key = self.comments.pop(key, key)
-                is_key = name in Recipe.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+                fields = Recipe.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+                if (is_key := name in fields) and fields[name].is_required():
+                    ours = [each for each in error.errors() if each["loc"][:2] == first["loc"][:2]]
+                    cause = next((each for each in ours if each["type"] == "value_error"), first)
+                    why = cause["msg"].removeprefix("Value error, ")
+                    problem = f"{source_key}: {cause['input']!r:.200} can't be {key}: {why}"
+                    raise ConfigError(problem, "change it there, and convert again") from None
                 reason = (
                     "pronghorn docs recipe has its choices"
                     if first["type"] == "literal_error"
                     else first["msg"].lower()
                 )
                 what = f"{key} does not take {value!r}: {reason}" if is_key else "no equivalent yet"
-                self.lost[source_key] = f"{what}; the default stays" if is_key else what
+                stays = f"; the default ({fields[name].default}) stays" if is_key else ""
+                self.lost[source_key] = what + stays
 
     def text(self, head: Iterable[str]) -> str:
         """Return the recipe as YAML: comments beside the keys, and what was left out at the end."""

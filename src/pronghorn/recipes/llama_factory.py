@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pronghorn.data.formats import FORMATS
 from pronghorn.errors import ConfigError
 from pronghorn.recipes import common
 from pronghorn.recipes.common import KERNELS, PACKED
@@ -19,6 +20,7 @@ _SAME = {
     "default_system": "data.system_prompt",
     "preprocessing_num_workers": "data.workers",
     "optim": "train.optimizer",
+    "early_stopping_steps": "train.patience",
 }
 _LORA_S = ("lora", "use_rslora", "use_dora", "pissa", "additional_target")
 """What keys of adapters begin with."""
@@ -30,8 +32,10 @@ _DEFAULTS = {
 }
 """Keys whose default there is another than here: ours, and that default."""
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "qwen": "qwen-2.5", "gemma": "gemma", "mistral": "mistral"}
+_OWN = ("alpaca", "default", "empty", "fewshot", "vicuna", "zephyr")
+"""Templates there that models' tokenizers hardly have."""
 _READ = {
-    *("file_name", "file_sha1", "hf_hub_url", "ms_hub_url"),
+    *("file_name", "file_sha1", "hf_hub_url", "ms_hub_url", "om_hub_url"),
     *("formatting", "columns", "tags", "ranking", "split", "subset", "num_samples"),
 }
 """What an entry of dataset_info.json says that is read, or asks for nothing."""
@@ -53,10 +57,13 @@ _NEEDLESS = {
     "use_unsloth": KERNELS,
 }
 _LOST = {
+    "double_quantization": "NF4's scales are always quantised, too",
+    "enable_thinking": "the chat template decides how an answer without thoughts begins",
     "galore_rank": "no GaLore: adapter.method: lora takes less memory",
     "interleave_probs": "weights of the sources: data.train: [{path: …, weight: …}]",
     "loraplus_lr_ratio": "one learning rate for all adapters",
     "mix_strategy": "weights of the sources: data.train: [{path: …, weight: …}]",
+    "pure_bf16": "weights that are trained whole are kept in float32",
     "quantization_bit": "model.load_in_4bit: true is 4 bits; others are not here",
     "use_galore": "no GaLore: adapter.method: lora takes less memory",
 }
@@ -64,7 +71,7 @@ _LOST = {
 
 def convert(draft: Draft) -> None:
     """Turn LLaMA-Factory's keys into a recipe's."""
-    if "export_dir" in draft.given or "dataset" not in draft.given:
+    if "dataset" not in draft.given:
         raise ConfigError(
             f"LLaMA-Factory's configuration {'exports' if 'export_dir' in draft.given else 'names no dataset'}",
             "give the one that trains; pronghorn export and pronghorn chat do the rest without a recipe",
@@ -73,12 +80,18 @@ def convert(draft: Draft) -> None:
     if stage not in ("sft", "pt"):
         common.refuse_preferences(f"stage: {stage}")
     if adapter := draft.take("adapter_name_or_path"):
+        if len(_names(adapter)) > 1 or draft.asked("create_new_adapter"):
+            raise ConfigError(
+                f"adapter_name_or_path {adapter!r} is merged there before training; a recipe goes on with one adapter",
+                "pronghorn export ADAPTER --to merged, and name what it writes in model_name_or_path",
+            )
         draft.take("model_name_or_path")
         draft.put("model.name", str(adapter), "adapter_name_or_path; its base is named in its adapter_config.json")
     method = draft.take("finetuning_type", "lora")
     if method == "full":
         common.without_adapter(draft, _LORA_S)
     common.max_steps(draft)
+    common.resumed(draft)
     draft.copy(common.SAME | _SAME)
     common.load_best(draft, False)
     for name, (ours, default) in _DEFAULTS.items():
@@ -96,7 +109,10 @@ def convert(draft: Draft) -> None:
         draft.put("model.load_in_4bit", True, "quantization_bit: 4")
     _data(draft)
     packed = bool(draft.given.get("packing", stage == "pt") or draft.given.get("neat_packing"))
-    draft.put("data.overflow", "split" if stage == "pt" and packed else "truncate", "as cutoff_len there")
+    how = (
+        "as cutoff_len there" if stage == "pt" else "the end is cut; there each turn in proportion, or the first turns"
+    )
+    draft.put("data.overflow", "split" if stage == "pt" and packed else "truncate", how)
     common.hold_out(draft, "val_size")
     common.warm_up(draft, 0, 0)
     common.half_precision(draft)
@@ -104,7 +120,7 @@ def convert(draft: Draft) -> None:
         if draft.asked(key):
             draft.put("memory.gradient_checkpointing", recompute, key)
     common.batch_size(draft, "per_device_train_batch_size", 8, packed)
-    draft.explain(common.LOST | _LOST, common.NEEDLESS | _NEEDLESS)
+    draft.explain(common.LOST | _LOST, common.NEEDLESS | _NEEDLESS, unless=("double_quantization", "enable_thinking"))
 
 
 def _adapter(draft: Draft) -> None:
@@ -134,6 +150,7 @@ def _names(value: Any) -> list[str]:
 def _data(draft: Draft) -> None:
     """Take over the data sets by their entries in dataset_info.json, the template, and what is supervised."""
     place = Path(str(draft.take("dataset_dir", "data")))
+    of_hub = str(place) == "ONLINE"
     bases = [place] if place.is_absolute() else [draft.folder / place, place]
     base = next((folder for folder in bases if (folder / "dataset_info.json").is_file()), None)
     entries: dict[str, Any] = {}
@@ -149,13 +166,16 @@ def _data(draft: Draft) -> None:
             ) from None
     for key, ours in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         names = _names(draft.take(key) or [])
-        sources = [_source(draft, name, entries.get(name), base or place) for name in names]
+        known = {name: {"hf_hub_url": name} for name in names} if of_hub else entries
+        sources = [_source(draft, name, known.get(name), base or place) for name in names]
         if sources:
             draft.put(ours, sources, key)
     template = draft.take("template")
     if template in _TEMPLATES:
         comment = f"the tokenizer's own; or {_TEMPLATES[template]} (template: {template})"
         draft.put("data.chat_template", None, comment)
+    elif template in _OWN:
+        draft.lost["template"] = f"{template}: the tokenizer's own is used, or give a .jinja file in data.chat_template"
     elif template is not None:
         draft.needless["template"] = f"{template}: the tokenizer's own is used; data.chat_template takes a .jinja file"
     if draft.take("train_on_prompt"):
@@ -181,16 +201,24 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
         if keys != usual:
             told = f"{keys[0]} and {keys[1]}: call the turns' keys {usual[0]} and {usual[1]} in the data"
             draft.lost[f"dataset {name}.tags"] = told
+        roles = [value for tag, value in tags.items() if tag not in ("role_tag", "content_tag")]
+        common.tell_roles(draft, f"dataset {name}.tags.roles", roles, form)
         renamed = {"conversations" if form == "sharegpt" else "messages": turns}
     elif set(columns) == {"prompt"}:
         form, renamed = "text", {"text": columns.pop("prompt")}
     else:
         form, names = "alpaca", {"prompt": "instruction", "query": "input", "response": "output"}
         renamed = {ours: columns.pop(name) for name, ours in names.items() if name in columns}
-    renamed |= {key: columns.pop(key) for key in ("system", "history", "tools") if key in columns}
+    renamed |= {
+        key: columns.pop(key) for key in ("system", "history", "tools") if key in columns and key in FORMATS[form][1]
+    }
     for key, value in {**columns, **{key: value for key, value in entry.items() if key not in _READ}}.items():
-        draft.lost[f"dataset {name}.{key}"] = f"{value!r:.40}: no equivalent"
+        instead = "put it first among the messages" if key == "system" else "no equivalent"
+        draft.lost[f"dataset {name}.{key}"] = f"{value!r:.40}: {instead}"
     source: dict[str, Any] = {"path": path, "format": form}
+    common.tell_lines(draft, f"dataset {name}", path)
+    if entry.get("num_samples"):
+        draft.lost[f"dataset {name}.num_samples"] = "rows are drawn there; max_samples reads the first ones"
     if renamed := {ours: name for ours, name in renamed.items() if ours != name}:
         source["columns"] = renamed
     common.of_hub(source, dict(entry), {"split": "split", "subset": "config", "num_samples": "max_samples"})

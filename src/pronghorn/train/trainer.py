@@ -55,6 +55,7 @@ from pronghorn.train.ranks import (
     step_rows,
 )
 from pronghorn.train.rates import kept_rates
+from pronghorn.train.tokenised import documents_of
 
 
 class SFTTrainer(EvaluatingTrainer):
@@ -178,7 +179,7 @@ class SFTTrainer(EvaluatingTrainer):
                 validate.check_documents(dataset_name, dataset, args.max_length)
             return PackedRows(dataset, args.max_length, seed=data_seed(args))
         dataset = prepared_rows.readable(dataset_name, dataset, formatting_func, args)
-        documents = super()._prepare_dataset(dataset, processing_class, args, False, None, dataset_name)
+        documents = documents_of(self, dataset, processing_class, args, dataset_name)
         documents = prepared_rows.tidied(documents, dataset, processing_class)
         validate.check_documents(dataset_name, documents, args.max_length)
         return PackedRows(documents, args.max_length, seed=data_seed(args)) if packing else documents
