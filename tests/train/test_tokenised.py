@@ -10,7 +10,9 @@ import trl
 from datasets import Dataset
 
 from pronghorn import SFTTrainer
+from pronghorn.errors import DataError
 from pronghorn.train import tokenised
+from support.processes import together
 from support.tiny import tiny_model
 from support.trainers import config
 
@@ -125,3 +127,20 @@ def test_other_documents_of_trl_are_taken(
     monkeypatch.setattr(trl.SFTTrainer, "_prepare_dataset", other)
     made = documents(tmp_path, tokenizer_of(stories), TEXTS)
     assert by_trl == [tokenised.FIRST, 40] and all(ids[0] == 5 for ids in made["input_ids"])
+
+
+@pytest.mark.parametrize("differ", [False, True], ids=["the same rows", "rows that one leaves to TRL"])
+def test_processes_tokenise_each_for_itself_or_none(tmp_path: Path, stories: Path, differ: bool) -> None:
+    rows = [*PAIRS, {"prompt": "Once upon a ti", "completion": "me", "source": 1}]
+
+    def work(rank: int, folder: Path) -> None:
+        tokenizer = tokenizer_of(stories)
+        if differ:
+            with pytest.raises(DataError, match="train_dataset is another one in each of 2 processes"):
+                documents(folder, tokenizer, rows if rank else PAIRS)
+        else:
+            made = documents(folder, tokenizer, PAIRS)
+            ids, prompt = made[25]["input_ids"], len(tokenizer(PAIRS[25]["prompt"])["input_ids"])
+            assert len(made) == 40 and made[25]["labels"] == [-100] * prompt + ids[prompt:]
+
+    together(work, tmp_path)

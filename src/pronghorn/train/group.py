@@ -141,6 +141,11 @@ def check_one_dtype(recipe: Recipe) -> None:
         )
 
 
+def agreed(what: str, own: bool) -> bool:
+    """Tell whether something holds in all processes. All of them call it."""
+    return own if processes() == 1 else set(_told(what, str(own))) == {str(True)}
+
+
 def _told(what: str, value: str) -> list[str]:
     """Return each process's value, in the order of ranks, by what they share besides collectives: no GPU takes part."""
     store = dist.distributed_c10d._get_default_store()  # torch names it only so

@@ -12,7 +12,7 @@ import trl
 from datasets import Dataset, Features, Sequence, Value
 
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.device import processes
+from pronghorn.train.group import agreed
 
 FIRST = 16
 """Rows that TRL tokenises, too."""
@@ -27,7 +27,8 @@ class _OnlyByTrl(Exception):
 
 
 def documents_of(trainer: Any, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
-    """Return the documents that TRL's `SFTTrainer` makes of rows, all with `input_ids` and `labels`.
+    """Return the documents that TRL's `SFTTrainer` makes of rows, all with `input_ids` and `labels`. All processes call
+    it.
 
     Args:
         trainer: TRL's, which knows by now whether completions alone are trained.
@@ -37,17 +38,16 @@ def documents_of(trainer: Any, rows: Any, tokenizer: Any, args: Any, name: str) 
     def by_trl(some: Any) -> Any:
         return trl.SFTTrainer._prepare_dataset(trainer, some, tokenizer, args, False, None, name)
 
-    documents = None
-    if processes() == 1:  # of several, which may be given unlike rows, TRL lets one go first
-        documents = _in_batches(trainer, rows, by_trl, tokenizer, args, name)
+    how, documents = _settings(trainer, rows, tokenizer, args), None
+    if agreed(f"way of {name} rows", how is not None):  # TRL's code, once it is called, waits for all processes
+        documents = _in_batches(rows, by_trl, how, args.dataset_num_proc, name)
+        documents = documents if agreed(f"documents of {name} rows", documents is not None) else None
     return by_trl(rows) if documents is None else documents
 
 
-def _in_batches(
-    trainer: Any, rows: Any, by_trl: Callable[[Any], Any], tokenizer: Any, args: Any, name: str
-) -> Dataset | None:
-    """Return the documents of texts or conversations, or of prompts and completions if completions alone are trained;
-    None where TRL has to make them."""
+def _settings(trainer: Any, rows: Any, tokenizer: Any, args: Any) -> dict[str, Any] | None:
+    """Return the arguments of `_documents` for texts or conversations, or for prompts and completions if completions
+    alone are trained; None for other rows, which only TRL makes documents of."""
     if not isinstance(rows, Dataset) or not len(rows) or rows.format["type"] is not None:
         return None
     if not getattr(tokenizer, "is_fast", False) or tokenizer.eos_token is None or args.assistant_only_loss:
@@ -58,18 +58,25 @@ def _in_batches(
         return None
     if len(read) == 2 and not getattr(trainer, "completion_only_loss", False):
         return None
-    how = {
+    return {
         "tokenizer": tokenizer, "template": getattr(trainer, "chat_template", None), "read": read,
         "most": args.max_length, "cut": args.truncation_mode,
     }  # fmt: skip
+
+
+def _in_batches(
+    rows: Dataset, by_trl: Callable[[Any], Any], how: Any, workers: int | None, name: str
+) -> Dataset | None:
+    """Return the documents of rows; None where TRL makes other ones of the first, or where some turn out to be left
+    to it."""
     few = rows.select(range(min(FIRST, len(rows))))
+    theirs = list(by_trl(few.to_iterable_dataset()))
     try:
-        ours, theirs = _documents(few[:], **how), list(by_trl(few.to_iterable_dataset()))
+        ours = _documents(few[:], **how)
         if [dict(zip(ours, row, strict=True)) for row in zip(*ours.values(), strict=True)] != theirs:
             return None
         made = {"input_ids": Sequence(Value("int32")), "labels": Sequence(Value("int64"))}  # as datasets makes them
-        features = Features(rows.features | made)
-        workers, told = args.dataset_num_proc, f"Tokenizing {name} dataset"
+        features, told = Features(rows.features | made), f"Tokenizing {name} dataset"
         return rows.map(_documents, batched=True, fn_kwargs=how, features=features, num_proc=workers, desc=told)
     except _OnlyByTrl:
         return None
