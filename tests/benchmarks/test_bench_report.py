@@ -296,6 +296,14 @@ def test_this_page_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> N
         assert "out of date: docs/benchmarks.md" not in done.stdout and "no longer made" not in done.stdout
 
 
+def test_the_summary_s_figures_are_the_page_s() -> None:
+    """It is written by hand: each of its figures stands once more below."""
+    summary, page = (ROOT / "docs/benchmarks.md").read_text().split("Every figure is in", 1)
+    figures = re.findall(r"\d+\.\d+", summary)
+    assert len(figures) > 8
+    assert [each for each in figures if not re.search(rf"(?<![\d.]){re.escape(each)}(?!\d)", page)] == []
+
+
 def test_the_figure_of_limits_is_what_the_results_say(tmp_path: Path) -> None:
     """Drawn by `memory_time.py --draw`, of the first file's workload; it isn't the report's to remove."""
     matplotlib = pytest.importorskip("matplotlib")
