@@ -680,6 +680,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     foreign.quantization_config = {"quant_method": "gptq"}
     foreign.save_pretrained(folder / "gptq")
     (folder / "rows.jsonl").write_text('{"prompt": "a b", "completion": "c d e"}\n' * 40)
+    (folder / "empty.jsonl").write_text('{"prompt": "a b", "completion": ""}\n')
     path = folder / "recipe.yaml"
     path.write_text(
         f"model: {{name: {folder / 'model'}, max_seq_length: 64}}\n"
@@ -765,6 +766,8 @@ def test_an_adapter_is_planned_as_it_was_saved(recipe: Path) -> None:
     found = json.loads(run_plan(str(recipe), f"model.name={folder}", "--device", "h100", "--json").stdout)
     assert {name: rank for name, rank in found["work"]["ranks"].items() if rank} == {"self_attn.v_proj": 2}
     assert found["data"]["documents"] == 40
+    done = run_plan(str(recipe), f"model.name={folder}", "adapter.new_tokens=[<x>]", "--device", "h100")
+    assert done.exit_code == 1 and "adapter.new_tokens, but" in done.stderr  # as training is, before it loads
     (folder / "adapter_config.json").write_text("{}")
     done = run_plan(str(recipe), f"model.name={folder}", "--device", "h100")
     assert done.exit_code == 1 and "no base_model_name_or_path to be read" in done.stderr
@@ -827,6 +830,7 @@ def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, padde
         (["model.name=model.gguf", "--device", "h100"], "GGUF"),
         (["model.name={here}/gptq", "--device", "h100"], "quantised by 'gptq'"),
         (["model.max_seq_length=9999", "--device", "h100"], "max_seq_length 9999 > "),
+        (["data.eval={here}/empty.jsonl", "--device", "h100"], "empty.jsonl line 1"),  # as training is, before it loads
         (["--device", "h100", "--calibrate"], "--calibrate times packed rows on this machine's GPU"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -221,20 +221,31 @@ def policy_map(plan: Plan) -> str:
 
 
 def _count(recipe: Recipe, found_model: FoundModel, gpus: int, console: Console) -> dict[str, int] | None:
-    """Count the data set's tokens and the run's micro-batches on all GPUs, if it is local and small."""
-    sizes: list[int] = []
-    for source in recipe.data.sources("train"):
-        files = [source.path, *source.path.rglob("*")] if source.path.exists() else []
-        sizes += [file.stat().st_size for file in files if file.is_file()] or [SMALL_DATA + 1]
-    if sum(sizes) > SMALL_DATA:
-        return None
+    """Count the data set's tokens and the run's micro-batches on all GPUs, if it is local and small; so are held-out
+    data read, as training does before it loads the model."""
     length, seed = recipe.model.max_seq_length, recipe.data_seed
-    with RowsProgress(console) as progress:
-        prepared = documents(recipe.data, "train", tokenizer_for(recipe, found_model), length, seed, progress)
-        stats = PackedRows(prepared.dataset, length, seed).stats
+    splits: list[Literal["train", "eval"]] = ["train", "eval"] if recipe.data.eval is not None else ["train"]
+    small, tokenizer = [split for split in splits if _is_small(recipe, split)], None
+    prepared = {}
+    for split in small:
+        tokenizer = tokenizer or tokenizer_for(recipe, found_model)
+        with RowsProgress(console) as progress:
+            prepared[split] = documents(recipe.data, split, tokenizer, length, seed, progress)
+    if "train" not in prepared:
+        return None
+    stats = PackedRows(prepared["train"].dataset, length, seed).stats
     rows = stats.rows if recipe.packing.enabled else stats.documents
     batches = micro_batches(recipe, rows, gpus)
     return {"tokens": stats.tokens, "documents": stats.documents, "micro_batches": batches}
+
+
+def _is_small(recipe: Recipe, split: Literal["train", "eval"]) -> bool:
+    """Tell whether a split's data are local and no more than `SMALL_DATA`."""
+    sizes: list[int] = []
+    for source in recipe.data.sources(split):
+        files = [source.path, *source.path.rglob("*")] if source.path.exists() else []
+        sizes += [file.stat().st_size for file in files if file.is_file()] or [SMALL_DATA + 1]
+    return sum(sizes) <= SMALL_DATA
 
 
 def micro_batches(recipe: Recipe, rows: int, gpus: int) -> int:

@@ -62,16 +62,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             "adapter.modules_to_save in float16: loss scaling needs float32 copies, and these keep the model's dtype",
             "set precision.dtype: bfloat16 or float32",
         )
-    if found.is_adapter and adapter.new_tokens:
-        raise ConfigError(
-            f"adapter.new_tokens, but {recipe.model.name} is a saved adapter, which has the tokens it was trained with",
-            "leave new_tokens out, or begin from the base model",
-        )
-    if found.is_adapter and full:
-        raise ConfigError(
-            f"adapter.method: full, but {recipe.model.name} is a saved adapter",
-            "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
-        )
+    check_saved_adapter(recipe, found)
     for told in unused(recipe):
         console.print(f"[yellow]{escape(told)}[/]", highlight=False)
     # full fine-tuning keeps float32 masters and computes in `dtype`
@@ -117,6 +108,20 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         )
         share_layers(model, device, compute, held.copy_trained)
     return model, attach(model, asked_plan(recipe), **attach_options(recipe))
+
+
+def check_saved_adapter(recipe: Recipe, found: FoundModel) -> None:
+    """Refuse (ConfigError) to add tokens to a saved adapter, or to train every weight of it."""
+    if found.is_adapter and recipe.adapter.new_tokens:
+        raise ConfigError(
+            f"adapter.new_tokens, but {recipe.model.name} is a saved adapter, which has the tokens it was trained with",
+            "leave new_tokens out, or begin from the base model",
+        )
+    if found.is_adapter and recipe.adapter.method == "full":
+        raise ConfigError(
+            f"adapter.method: full, but {recipe.model.name} is a saved adapter",
+            "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
+        )
 
 
 def _unread(recipe: Recipe, found: FoundModel) -> bool:

@@ -62,7 +62,7 @@ def weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
 
     New tokens are left out: they weigh next to nothing.
     """
-    from pronghorn.train.build import asked_plan, attach_options, load
+    from pronghorn.train.build import asked_plan, attach_options, check_saved_adapter, load
 
     if (found_model.base or found_model).config is None:
         problem = f"{found_model.name}: a GGUF file is read whole only"
@@ -74,6 +74,7 @@ def weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
             "train a few steps with train.max_steps=3, whose report tells the peak, or `pronghorn profile`; "
             "memory.gradient_checkpointing: true takes the least memory",
         )
+    check_saved_adapter(recipe, found_model)
     adapter = recipe.adapter.model_copy(update={"new_tokens": []})
     recipe = recipe.model_copy(update={"adapter": adapter})
     # loading attaches for this machine, which may have no products in 8 bits or fused layers; the plan is for another
