@@ -12,7 +12,7 @@ from pronghorn.config.recipe import Recipe
 from pronghorn.diagnose.tables import plain_table
 from pronghorn.errors import PronghornError
 from pronghorn.export.compare import ROWS, compare
-from pronghorn.export.comparison import Comparison
+from pronghorn.export.comparison import Comparison, Name
 from pronghorn.export.engine import Engine
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.train.chat import is_export, load_chat, recipe_of
@@ -56,7 +56,7 @@ def render(comparison: Comparison) -> RenderableType:
     """Return a comparison as a table, its causes, and what could not be compared."""
     table = plain_table()
     for column in ("compared", "", "result", "limit", ""):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", min_width=len(Name.LOGPROBS) if column == "compared" else None)
     marks = {True: "[green]same[/]", False: "[red]differs[/]", None: "[yellow]not compared[/]"}
     for check in comparison.checks:
         texts = (check.value, check.limit, check.detail)
@@ -66,7 +66,9 @@ def render(comparison: Comparison) -> RenderableType:
         detail = escape(f"nats a token; the trained model's is {trained:.4f}")
         table.add_row(f"loss on {escape(comparison.scored_on)}", "", f"{served:.4f}", "", detail)
     lines = [f"{escape(comparison.engine)}  against  {escape(comparison.reference)}, limits of {comparison.format}"]
-    if comparison.skipped:
+    if comparison.skipped and not comparison.conversations:
+        lines.append(f"The trained template renders none of the {len(comparison.skipped)} built-in conversations")
+    elif comparison.skipped:
         lines.append(f"The trained template doesn't render: {escape(', '.join(comparison.skipped))}")
     if comparison.positions:
         lines.append(f"Log-probabilities are of {escape(comparison.scored_on)}")
