@@ -50,7 +50,7 @@ def test_an_export_is_served_and_compared(answering_run: Path, tmp_path: Path, t
     assert (
         len(
             re.findall(
-                r"loss on \d+ held-out documents?, prompts too +\d\.\d{4} .*the trained model's is \d\.\d{4}",
+                r"\nloss +\d\.\d{4} .*the trained model's is \d\.\d{4}",
                 done.output,
             )
         )
