@@ -248,6 +248,7 @@ def test_interrupt(recipe: Path, fake_run: Any) -> None:
     result = invoke("train", str(recipe))
     assert result.exit_code == 130
     assert "What is in the output folder is whole" in result.stderr
+    assert result.stderr.endswith("The same command goes on, or begins again.\n")
 
 
 def test_train_ends_with_the_summary(recipe: Path, fake_run: Any) -> None:

@@ -147,6 +147,7 @@ MISTAKES = {
         "a.jsonl", f"[{GOOD.strip()}]", "list instead of an object", "name the file .json"
     ),
     "a JSON list on several lines": data("a.jsonl", f"[\n{GOOD}]", "line 1: not valid JSON", "name the file .json"),
+    "a list of rows that is cut off": data("a.json", f"[{GOOD.strip()},", "column ", "download it anew"),
     "JSON lines called .json": data("a.json", GOOD * 2, "not valid JSON", "name the file .jsonl"),
     "Python's quotes": data("a.jsonl", "{'text': 'a'}\n", "not valid JSON", "json.dumps"),
     "a comma after each line": data("a.jsonl", GOOD.strip() + ",\n", "not valid JSON", "leave the comma"),

@@ -39,7 +39,7 @@ def test_a_server_of_the_trained_model_is_the_same(engine: TransformersEngine, a
     with serving(Stub(engine)) as url:
         result = command("verify", "--served", url, answering_run)
     assert result.exit_code == 0, result.output + result.stderr
-    assert "The served model is the trained one." in result.stdout and "held-out rows" in result.stdout
+    assert "The served model is the trained one." in result.stdout and "prompts too" in result.stdout
     for check in ("token ids", "log-probabilities", "same first choice", "greedy answers", "generation stops"):
         assert check in result.stdout
 

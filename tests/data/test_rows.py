@@ -80,7 +80,10 @@ BAD = {
     "empty": ("", "train.jsonl: no rows in it"),
     "blank": ("\n \n", "no rows in it"),
     "malformed": (f"{GOOD}\n{{'prompt': 1}}\n", r"line 2: not valid JSON \(Expecting property name.*, column 2\)"),
-    "cut short": (f'{GOOD}\n{GOOD}\n{{"prompt": "a', r"line 3: not valid JSON \(Unterminated string"),
+    "cut short": (
+        f'{GOOD}\n{GOOD}\n{{"prompt": "a',
+        r"line 3: not valid JSON \(Unterminated string starting at column 12\): the row breaks off there",
+    ),
     "huge number": ('{"text": ' + "1" * 5000 + "}", "line 1: JSON that can't be read"),
     "nested": ("[" * 200_000, "line 1: JSON that can't be read: more than 100 brackets open at a time"),
     "nested in a key aside": (

@@ -50,7 +50,8 @@ def test_window(version: str | None, status: str) -> None:
 
 def test_lack_of_an_extra_only_costs_its_feature() -> None:
     finding = package_finding(EXTRA, None)
-    assert (finding.status, finding.effect) == ("slow", "no GGUF")
+    assert (finding.status, finding.effect) == ("optional", "no GGUF")
+    assert package_finding(EXTRA, "0.0.1").status == "slow", "another version is there, and not right"
     assert finding.remedy == "pip install 'pronghorn[gguf]'"
     assert healthy([finding]) and not healthy([finding, package_finding(TORCH, None)])
 

@@ -48,11 +48,17 @@ def test_an_export_is_served_and_compared(answering_run: Path, tmp_path: Path, t
     assert "stub 1.0, float32" in done.output
     assert re.search(r"Next vllm serve .* --dtype float32", done.output), "as it was compared"
     assert (
-        len(re.findall(r"loss on held-out rows +\d\.\d{4} .*the trained model's is \d\.\d{4}", done.output)) == served
+        len(
+            re.findall(
+                r"\nloss +\d\.\d{4} .*the trained model's is \d\.\d{4}",
+                done.output,
+            )
+        )
+        == served
     )
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "by stub 1.0, float32, on held-out rows" in card
-    assert card.count("Loss on held-out rows: ") == served
+    assert re.search(r"by stub 1.0, float32, on \d+ held-out documents?, prompts too", card)
+    assert len(re.findall(r"Loss on \d+ held-out documents?, prompts too: ", card)) == served
 
 
 @pytest.mark.slow

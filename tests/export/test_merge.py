@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -72,6 +73,37 @@ def test_logits_of_zeros_after_a_padding_token_are_no_wrong_merge(tmp_path: Path
         model.get_input_embeddings().weight[0] = 0
         assert not model(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits.any()
     save_merged(model, None, tmp_path / "merged")
+
+
+def small_adapter_beside_experts() -> Any:
+    """A tiny gpt-oss whose adapter changes each token's logits by about a percent, less than rounding may."""
+    model = adapted("gpt_oss", target_parameters=None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter *= 0.04 if "lora_B" in name else 1.0
+    return model
+
+
+def test_a_token_that_only_the_adapter_sends_to_other_experts_is_no_wrong_merge(tmp_path: Path) -> None:
+    model = small_adapter_beside_experts()
+
+    def elsewhere(module: Any, _: Any, output: Any) -> None:
+        if not next(each for each in module.modules() if isinstance(each, Linear)).disable_adapters:
+            output.logits[0, 5] *= -1
+
+    handle = base_causal_lm(model).register_forward_hook(elsewhere)
+    save_merged(model, None, tmp_path / "merged")
+    handle.remove()
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0])
+def test_a_wrong_merge_of_a_small_adapter_beside_experts_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    model, right = small_adapter_beside_experts(), Linear.get_delta_weight
+    monkeypatch.setattr(Linear, "get_delta_weight", lambda self, adapter: factor * right(self, adapter))
+    with pytest.raises(TrainingError, match="of what the adapter changes in the logits"):
+        save_merged(model, None, tmp_path / "wrong")
 
 
 def spread(model: Any) -> Any:

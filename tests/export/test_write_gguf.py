@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -16,6 +19,7 @@ from pronghorn import FastLanguageModel
 from pronghorn.cli.main import app
 from pronghorn.diagnose import export_run as exporting
 from pronghorn.diagnose.export_run import FORMATS, export_run, modelfile
+from pronghorn.diagnose.served import render
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.export import gguf
 from pronghorn.export.gguf import write_gguf
@@ -384,6 +388,12 @@ def test_a_whole_model_is_exported(stories: Path, tmp_path: Path) -> None:
     exported = export_run(stories, "gguf", tmp_path / "out of it", "f16")
     comparison = exported.comparisons[0]
     assert not comparison.ok and not any(check.ok is False for check in comparison.checks)
+    console = Console(width=80, file=StringIO())
+    console.print(render(comparison))
+    told = console.file.getvalue()
+    assert "The trained template renders none of the 26 built-in conversations" in told and "one word" not in told
+    assert re.search(r"^log-probabilities ", told, re.MULTILINE), "no name is cut at a terminal's usual width"
+    assert "not compared: the trained model has no template" in (exported.folder / "README.md").read_text()
     assert exported.next == f"llama-server -m '{tmp_path}/out of it/model-f16.gguf'"
 
 

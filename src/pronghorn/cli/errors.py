@@ -61,7 +61,8 @@ def plain_errors(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         if debug:
             raise
-        _stderr().print("Interrupted. What is in the output folder is whole; what was being written is not there.")
+        whole = "Interrupted. What is in the output folder is whole; what was being written is not there."
+        _stderr().print(f"{whole} The same command goes on, or begins again.")
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         _raise(error)

@@ -243,11 +243,16 @@ def _json_error(error: Exception, path: Path, line: int) -> DataError:
         remedy = "write each row's object in one line; a list of objects over several lines is a .json file"
     elif error.doc.lstrip().startswith("{'"):
         remedy = "JSON's quotes are double: write rows by json.dumps"
+    elif start not in _NOT_JSON and (not error.doc[error.pos :].strip() or error.msg.startswith("Unterminated string")):
+        remedy = "the file breaks off there: write or download it anew"
+        if start[0] == ".jsonl":
+            remedy = "the row breaks off there: write it whole in one line, or delete it"
     elif error.msg == "Extra data":
         comma = error.doc[error.pos :].strip() == ","
         remedy = "leave the comma at the line's end out" if comma else _NOT_JSON.get(start, _ONE_A_LINE)
+    at = "" if error.msg.endswith(" at") else ","
     return DataError(
-        f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})", remedy
+        f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}{at} column {error.colno})", remedy
     )
 
 

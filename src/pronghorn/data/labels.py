@@ -396,5 +396,5 @@ def _boundary_error(rendered: Rendered, edge: int, before: str, after: str) -> D
     left, right = clip(rendered.text[max(0, edge - 20) : edge]), clip(rendered.text[edge : edge + 20])
     return DataError(
         f"{rendered.source}: {before} the boundary between {left} and {right}{after}",
-        "trim white space around the assistant's text, or move it from the prompt's end to the completion",
+        "trim the assistant's text; the prompt, or what the template writes before it, must not end in white space",
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
     from rich.table import Table
 
-Status = Literal["ok", "slow", "missing"]
+Status = Literal["ok", "optional", "slow", "missing"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Finding:
     part: str
     found: str
     status: Status
-    """ok; slow: works, but something is slower or not available; missing: Pronghorn can't work like this."""
+    """ok; optional: not installed, and only what is named needs it; slow: works, but something is slower or not
+    available; missing: Pronghorn can't work like this."""
     effect: str = ""
     """What follows from it, if not ok."""
     remedy: str = ""
@@ -119,6 +120,7 @@ def package_finding(package: Package, version: str | None) -> Finding:
     status: Status = "missing" if package.without is None else "slow"
     if version is None:
         remedy = f"pip install '{package.install or package.requirement}'"
+        status = "missing" if package.without is None else "optional"
         return Finding(name, "not installed", status, package.without or "Pronghorn needs it", remedy)
     if window.contains(Version(version).base_version):  # 2.13.0+cu130 and 2.13.0rc1 count as 2.13.0
         return Finding(name, version, "ok")
@@ -221,7 +223,7 @@ def render(findings: list[Finding]) -> Table:
 
     from pronghorn.diagnose.tables import plain_table
 
-    colours = {"ok": "green", "slow": "yellow", "missing": "bold red"}
+    colours = {"ok": "green", "optional": "cyan", "slow": "yellow", "missing": "bold red"}
     table = plain_table()
     for name in ("Part", "Found", "Status", "What follows, and what fixes it"):
         table.add_column(name, no_wrap=name in ("Part", "Status"), overflow="fold")

@@ -349,7 +349,8 @@ def _describe(folder: Path, to: str, run: Path, comparisons: Collection[Comparis
         lines += ["| compared | result | limit |", "|---|---|---|"]
         verdicts = {True: "same", False: "differs", None: "not compared"}
         for check in comparison.checks:
-            lines.append(f"| {check.name.value} | {verdicts[check.ok]}: {check.value} | {check.limit} |")
+            told = check.detail if check.ok is None else check.value
+            lines.append(f"| {check.name.value} | {verdicts[check.ok]}: {told} | {check.limit} |")
         if comparison.loss is not None:
             lines += ["", f"{comparison.loss}."]
     packages = ", ".join(f"{name} {version}" for name, version in versions("gguf").items())

@@ -56,7 +56,7 @@ def render(comparison: Comparison) -> RenderableType:
     """Return a comparison as a table, its causes, and what could not be compared."""
     table = plain_table()
     for column in ("compared", "", "result", "limit", ""):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "compared")
     marks = {True: "[green]same[/]", False: "[red]differs[/]", None: "[yellow]not compared[/]"}
     for check in comparison.checks:
         texts = (check.value, check.limit, check.detail)
@@ -64,12 +64,14 @@ def render(comparison: Comparison) -> RenderableType:
     if comparison.losses is not None:
         trained, served = comparison.losses
         detail = escape(f"nats a token; the trained model's is {trained:.4f}")
-        table.add_row(f"loss on {escape(comparison.scored_on)}", "", f"{served:.4f}", "", detail)
+        table.add_row("loss", "", f"{served:.4f}", "", detail)
     lines = [f"{escape(comparison.engine)}  against  {escape(comparison.reference)}, limits of {comparison.format}"]
-    if comparison.skipped:
+    if comparison.skipped and not comparison.conversations:
+        lines.append(f"The trained template renders none of the {len(comparison.skipped)} built-in conversations")
+    elif comparison.skipped:
         lines.append(f"The trained template doesn't render: {escape(', '.join(comparison.skipped))}")
     if comparison.positions:
-        lines.append(f"Log-probabilities are of {escape(comparison.scored_on)}")
+        lines.append(f"Log-probabilities and loss are of {escape(comparison.scored_on)}")
     verdict = [f"[red]cause:[/] {escape(cause)}" for cause in comparison.causes]
     missing = ", ".join(comparison.not_compared)
     if not comparison.ok:

@@ -54,8 +54,9 @@ def compare(
     say(f"answers to {counted(len(chosen), 'conversation')}")
     own = [reference.complete(ids, ANSWER_TOKENS) for _, ids in chosen]
     answers = Answers(reference, engine, [named for named, _ in chosen], [ids for _, ids in chosen], own)
-    scored_on = "held-out rows" if rows else "conversations and the trained model's answers"
     texts = [list(row[:ROW_TOKENS]) for row in rows[:ROWS] if len(row) > 1] or answers.texts()
+    held_out = f"{counted(len(texts), 'held-out document')}, prompts too"
+    scored_on = held_out if rows else "conversations and the trained model's answers"
     say(f"log-probabilities of {counted(len(texts), 'text')}")
     scores, why = _score(reference, engine, texts, exact)
     limits = LIMITS[format]
