@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from pronghorn.cli.console import Console, starting
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile
 
@@ -35,8 +35,9 @@ def bench(
       pronghorn bench my.yaml --steps 2 --warmup 1
     """
     with plain_errors(debug):
-        from pronghorn.config.recipe import Recipe
-        from pronghorn.diagnose.speed import compare
+        with starting():
+            from pronghorn.config.recipe import Recipe
+            from pronghorn.diagnose.speed import compare
 
         settings = Recipe.load(recipe, overrides or [])
         comparison = compare(settings, Console(stderr=True, highlight=False), steps, warmup)

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pronghorn.cli.console import Console
+from pronghorn.cli.console import Console, starting
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import ApiKey, Debug, Timeout
 from pronghorn.errors import ConfigError, DataError, PronghornError
@@ -70,7 +70,8 @@ def chat(
             raise ConfigError("chat needs a run or --served, and one of them", "write e.g. pronghorn chat runs/mine")
         if model is not None and served is None:
             raise ConfigError("--model is the name of a server's model", "leave it out, or give --served URL")
-        from pronghorn.train.chat import ServedChat, load_chat
+        with starting():
+            from pronghorn.train.chat import ServedChat, load_chat
 
         session: ChatSession | ServedChat
         if served is not None:

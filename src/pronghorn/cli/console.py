@@ -7,6 +7,7 @@ from typing import Any
 
 import rich.console
 from rich.segment import Segment
+from rich.status import Status
 from rich.text import Text
 
 from pronghorn.text import visible
@@ -35,3 +36,12 @@ class Console(rich.console.Console):
 
     def _shown(self, text: str) -> str:
         return text if self.encoding == "utf-8" else text.encode(self.encoding, "replace").decode(self.encoding)
+
+
+def starting(quiet: bool = False) -> Status:
+    """Show in a terminal that a command has begun, while it imports libraries for some seconds.
+
+    Args:
+        quiet: show nothing, as all processes but the first do.
+    """
+    return Console(stderr=True, quiet=quiet).status("loading libraries")

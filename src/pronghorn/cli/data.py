@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pronghorn.cli.console import Console
+from pronghorn.cli.console import Console, starting
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile
 
@@ -43,9 +43,9 @@ def inspect_data(
 
         settings = Recipe.load(recipe, overrides or [])
         check_page(html)
-        from pronghorn.diagnose.inspect import inspect, show, write_report
-        from pronghorn.train.progress import RowsProgress
-
+        with starting():
+            from pronghorn.diagnose.inspect import inspect, show, write_report
+            from pronghorn.train.progress import RowsProgress
         with RowsProgress(console) as progress:
             found = inspect(settings, split, rows, progress)
         show(found, console)

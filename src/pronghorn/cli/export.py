@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from pronghorn.cli.console import Console
+from pronghorn.cli.console import Console, starting
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, progress
 from pronghorn.errors import ConfigError
@@ -78,9 +78,10 @@ def export(
       pronghorn export runs/demo --to ollama --output out
     """
     with plain_errors(debug):
-        from pronghorn.diagnose.export_run import export_run
-        from pronghorn.diagnose.served import render
-        from pronghorn.export.hub import check_push, push_folder
+        with starting():
+            from pronghorn.diagnose.export_run import export_run
+            from pronghorn.diagnose.served import render
+            from pronghorn.export.hub import check_push, push_folder
 
         console = Console(highlight=False)
         if quantization is not None and to not in ("gguf", "ollama"):

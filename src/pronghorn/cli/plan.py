@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from pronghorn.cli.console import Console
+from pronghorn.cli.console import Console, starting
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile
 from pronghorn.text import counted
@@ -65,8 +65,9 @@ def plan(
       pronghorn plan my.yaml --gpus 4 --device h100
     """
     with plain_errors(debug):
-        from pronghorn.config.recipe import Recipe
-        from pronghorn.diagnose.plan_report import SeveralGpus, report_plan
+        with starting():
+            from pronghorn.config.recipe import Recipe
+            from pronghorn.diagnose.plan_report import SeveralGpus, report_plan
 
         console = Console(stderr=True, highlight=False)
         loaded = Recipe.load(recipe, overrides or [])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pronghorn.cli.console import Console
+from pronghorn.cli.console import Console, starting
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile
 from pronghorn.environment import main_process
@@ -57,8 +57,9 @@ def profile(
         if json is not None:
             check_writable(json)
         check_page(html)
-        from pronghorn.diagnose.profile import profile as record
-        from pronghorn.diagnose.profile_report import show, write_report
+        with starting(quiet=not main_process()):
+            from pronghorn.diagnose.profile import profile as record
+            from pronghorn.diagnose.profile_report import show, write_report
 
         report = record(settings, Console(stderr=True, highlight=False, quiet=not main_process()), steps, warmup)
         if not main_process():

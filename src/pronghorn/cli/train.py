@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from pronghorn.cli.console import Console
+from pronghorn.cli.console import Console, starting
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile
 from pronghorn.cli.processes import choose_gpus, start, visible_gpus
@@ -74,7 +74,8 @@ def train(
                 given = {"--allow": allow, "--allow-older": allow_older, "--overwrite": overwrite, "--paths": paths}
                 flags = [name for name, on in (given | {"--debug": debug}).items() if on]
                 raise typer.Exit(start(choice.gpus, ["train", str(recipe), *changes, *flags]))
-        from pronghorn.train.run import run
+        with starting(quiet=not main_process()):
+            from pronghorn.train.run import run
 
         record = run(settings, console, allow, allow_older, overwrite)
         console.print()

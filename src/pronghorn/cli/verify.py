@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pronghorn.cli.console import Console
+from pronghorn.cli.console import Console, starting
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import ApiKey, Checkpoints, Debug, Method, Overrides, Seed, Timeout, progress
 from pronghorn.cli.served import verify_served
@@ -102,10 +102,11 @@ def verify(
             if source is not None and source.name == "COMMANDLINE":
                 instead = "leave it out: the recipe says it (adapter.method, model.load_in_4bit, precision)"
                 raise ConfigError(f"--{option} is for --model", instead)
-        from pronghorn.config.recipe import Recipe
-        from pronghorn.diagnose.verify_checks import verify as run
-        from pronghorn.diagnose.verify_report import render
-        from pronghorn.diagnose.verify_subject import subject_of
+        with starting():
+            from pronghorn.config.recipe import Recipe
+            from pronghorn.diagnose.verify_checks import verify as run
+            from pronghorn.diagnose.verify_report import render
+            from pronghorn.diagnose.verify_subject import subject_of
 
         say = progress()
         with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:
