@@ -63,11 +63,13 @@ def tokens_of(model: Path, file: Path, pairs: bool = False) -> list[int]:
     return [sum(each) for each in zip(*counts, strict=True)]
 
 
-def is_installed(name: str, python: str) -> bool:
-    """Tell whether a candidate's module can be imported by its interpreter, without importing it."""
-    module = trainers.NEEDS.get(name, "trl")
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    return subprocess.run([python, "-c", code], check=False).returncode == 0
+def missing(name: str, python: str) -> str | None:
+    """Return a module that a candidate needs and its interpreter doesn't find, without importing any."""
+    for module in ["trl", *(module for part, module in trainers.MODULES.items() if part in name)]:
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        if subprocess.run([python, "-c", code], check=False).returncode:
+            return module
+    return None
 
 
 def candidate(name: str, given: argparse.Namespace, python: str) -> dict[str, Any]:
@@ -144,8 +146,8 @@ def main(given: argparse.Namespace) -> bool:
         facts["documents_a_batch"] = given.documents
         facts["skipped"] = []
         for one in list(given.only):
-            if not is_installed(one, pythons.get(one, sys.executable)):
-                facts["skipped"].append(f"{one}: {trainers.NEEDS.get(one, 'trl')} isn't installed")
+            if (module := missing(one, pythons.get(one, sys.executable))) is not None:
+                facts["skipped"].append(f"{one}: {module} isn't installed")
                 given.only.remove(one)
 
         def measure(one: str) -> dict[str, Any]:

@@ -271,13 +271,8 @@ CANDIDATES: dict[str, Any] = {
     "evaluate": (evaluate, {}),
 }
 """The function of each and its own arguments."""
-MODULES = (("unsloth", "unsloth"), ("liger", "liger_kernel"), ("nf4", "bitsandbytes"))
-NEEDS = {
-    name: next(module for part, module in MODULES if part in name)
-    for name in CANDIDATES
-    if any(part in name for part, _ in MODULES)
-}
-"""The module without which one is skipped."""
+MODULES = {"unsloth": "unsloth", "liger": "liger_kernel", "nf4": "bitsandbytes"}
+"""Modules that a candidate needs besides TRL, by a part of its name; without them it is skipped."""
 
 
 def main(name: str, arguments: str, result: str) -> None:

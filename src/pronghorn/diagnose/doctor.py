@@ -117,14 +117,15 @@ def package_finding(package: Package, version: str | None) -> Finding:
     from packaging.version import Version
 
     name, window = package.requirement.name, package.requirement.specifier
-    status: Status = "missing" if package.without is None else "slow"
+    needed = package.without is None
     if version is None:
         remedy = f"pip install '{package.install or package.requirement}'"
-        status = "missing" if package.without is None else "optional"
-        return Finding(name, "not installed", status, package.without or "Pronghorn needs it", remedy)
+        effect = package.without or "Pronghorn needs it"
+        return Finding(name, "not installed", "missing" if needed else "optional", effect, remedy)
     if window.contains(Version(version).base_version):  # 2.13.0+cu130 and 2.13.0rc1 count as 2.13.0
         return Finding(name, version, "ok")
-    return Finding(name, version, status, f"outside {window}", f"pip install '{package.requirement}'")
+    remedy = f"pip install '{package.requirement}'"
+    return Finding(name, version, "missing" if needed else "slow", f"outside {window}", remedy)
 
 
 def build_finding(cuda: str | None, hip: str | None, driver: bool, available: bool, reinstall: str = "") -> Finding:

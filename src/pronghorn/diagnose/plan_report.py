@@ -221,14 +221,15 @@ def policy_map(plan: Plan) -> str:
 
 
 def _count(recipe: Recipe, found_model: FoundModel, gpus: int, console: Console) -> dict[str, int] | None:
-    """Count the data set's tokens and the run's micro-batches on all GPUs, if it is local and small; so are held-out
-    data read, as training does before it loads the model."""
+    """Count the data set's tokens and the run's micro-batches on all GPUs, if it is local and small. Held-out data are
+    read only to be refused where training would refuse them."""
     length, seed = recipe.model.max_seq_length, recipe.data_seed
     splits: list[Literal["train", "eval"]] = ["train", "eval"] if recipe.data.eval is not None else ["train"]
-    small, tokenizer = [split for split in splits if _is_small(recipe, split)], None
-    prepared = {}
+    small = [split for split in splits if _is_small(recipe, split)]
+    if not small:
+        return None
+    tokenizer, prepared = tokenizer_for(recipe, found_model), {}
     for split in small:
-        tokenizer = tokenizer or tokenizer_for(recipe, found_model)
         with RowsProgress(console) as progress:
             prepared[split] = documents(recipe.data, split, tokenizer, length, seed, progress)
     if "train" not in prepared:

@@ -344,7 +344,8 @@ def _tokenizer(name: str | Path, **hub: Any) -> Any:
 
 def _stop_at(base: Any, end: int | None) -> None:
     """Let generation stop at an adapter's own end token, too: that of the chat template that it was trained with."""
-    config = base.generation_config
+    if (config := base.generation_config) is None:  # a class of transformers that can't generate
+        return
     stops = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
     if end is not None and end not in stops:
         config.eos_token_id = [end, *stops]

@@ -65,8 +65,8 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
     if not formats:
         return given
     read, *others = formats
-    turns = next(iter(given)).get("conversations") or ()
-    if text != "conversations" and "from" in next(iter(turns), ()):
+    turns = next(iter(given))["conversations"] if "conversations" in columns - {text} else None
+    if "from" in next(iter(turns or ()), ()):
         others.append(("conversations",))  # which TRL takes before all others
     for other in [each for names in others[:1] for each in names if each not in read]:
         told, verb = " and ".join(read), "is" if read == (text,) else "are"
