@@ -28,6 +28,13 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 EARLIER = {
+    "end-to-end-llama-3.1-8b-four-at-a-time": "end-to-end-llama-3.1-8b",
+    "end-to-end-llama-3.1-8b-first-on-a-machine": "end-to-end-llama-3.1-8b",
+    "end-to-end-qwen3-14b-nf4-four-at-a-time": "end-to-end-qwen3-14b-nf4",
+    "end-to-end-qwen3-14b-nf4-first-on-a-machine": "end-to-end-qwen3-14b-nf4",
+    "end-to-end-qwen3-0.6b-four-at-a-time": "end-to-end-qwen3-0.6b",
+    "end-to-end-smollm2-precisions": "end-to-end-smollm2",
+    "profile-qwen3-0.6b": "pronghorn profile, of a recipe with that checkpoint",
     "end-to-end-llama-3.1-8b-h100": "end-to-end-llama-3.1-8b",
     "end-to-end-qwen3-14b-nf4-h100": "end-to-end-qwen3-14b-nf4",
     "end-to-end-qwen3-0.6b-h100": "end-to-end-qwen3-0.6b",
