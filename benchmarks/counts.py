@@ -15,12 +15,16 @@ from pronghorn.diagnose.shapes import shape_of
 _LAUNCHES = ("LaunchKernel", "GraphLaunch")
 
 
-def count_launches(step: Callable[[], None]) -> int:
-    """Count the kernels and graphs that a step launches, as the profiler sees the driver's calls."""
+def count_launches(step: Callable[[], None]) -> dict[str, float]:
+    """Count the kernels and graphs that a step launches, as the profiler sees the driver's calls, and the milliseconds
+    that kernels, copies and fills took on the device, all streams together."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    return sum(event.count for event in profile.key_averages() if any(name in event.key for name in _LAUNCHES))
+    events = profile.key_averages()
+    launches = sum(event.count for event in events if any(name in event.key for name in _LAUNCHES))
+    on_device = (event for event in events if event.device_type is torch.autograd.DeviceType.CUDA)
+    return {"launches": launches, "device_ms": sum(event.self_device_time_total for event in on_device) / 1e3}
 
 
 def count_synchronisations(step: Callable[[], None]) -> int:

@@ -39,6 +39,7 @@ STEP: dict[str, Figure] = {
     "MFU at 6N": lambda result: f"{result.extra['mfu']['6N']:.1%}",
     "resting memory, GiB": lambda result: f"{result.memory_bytes['resting'] / 2**30:.2f}",
     "peak memory, GiB": lambda result: f"{result.memory_bytes['peak'] / 2**30:.2f}",
+    "on the device, ms": lambda result: f"{result.counts['device_ms']:.1f}",
     "launches a step": lambda result: f"{result.counts['launches']:,}",
     "synchronisations a step": lambda result: f"{result.counts['syncs']:,}",
     "import, s": lambda result: f"{result.extra['import_s']:.1f}",

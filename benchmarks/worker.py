@@ -221,7 +221,7 @@ class CandidateProcess:
         return {"resting": resting, "notes": self._notes + self._built.describe()}
 
     def count(self) -> dict[str, Any]:
-        """Count launches and synchronisations of a step; nothing on the CPU."""
+        """Count launches, device time and synchronisations of a step; nothing on the CPU."""
         if not self._cuda:
             return {}
         from benchmarks.counts import count_launches, count_synchronisations
@@ -232,7 +232,7 @@ class CandidateProcess:
             for work in works:
                 work()
 
-        return {"launches": count_launches(step), "syncs": count_synchronisations(step)}
+        return {**count_launches(step), "syncs": count_synchronisations(step)}
 
     def _step(self) -> tuple[dict[str, float], float]:
         times = timed_step(self._works(), self._clock)

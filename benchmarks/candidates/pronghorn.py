@@ -18,9 +18,10 @@ SWITCHES = {
     "attention": ("auto", "tiled", "flash", "per_document", "masked"),
     "offload_buffers": ("2", "1"),
     "compute": ("dtype", "fp8", "fp8_both", "fp8_exact"),
+    "written_out": ("each", "once"),
 }
 """Arguments of `attach`, its experimental switches, and one of its plan, that an ablation may set."""
-EXPERIMENTAL = "packing_metadata", "moe_routing"
+EXPERIMENTAL = "packing_metadata", "moe_routing", "written_out"
 
 
 def prepare() -> None:

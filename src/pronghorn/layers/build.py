@@ -52,13 +52,14 @@ class LayerBuilder:
     Args:
         backend: of packed attention.
         compute: in what frozen weights multiply.
-        codes_written: as `FusedLinear` takes it.
+        codes_written, written_once: as `FusedLinear` takes them.
     """
 
     family: FamilySpec
     backend: Backend
     compute: Compute = Compute.DTYPE
     codes_written: bool = False
+    written_once: bool = False
 
     def blocks(self, layer: Any, dtype: torch.dtype) -> list[Block | StockBlock]:
         """Make the blocks of a layer, with products in `dtype`, merging weights that don't lie together yet."""
@@ -103,7 +104,8 @@ class LayerBuilder:
         if reason is not None or isinstance(block.kind, Experts):
             return _stock_block(layer, block, reason, self._codes(layer, block, dtype))
         storages = [self._storage(layer, block, group) for group in block.kind.linears]
-        linears = [FusedLinear(storage, dtype, self.compute, self.codes_written) for storage in storages]
+        ways = self.compute, self.codes_written, self.written_once
+        linears = [FusedLinear(storage, dtype, *ways) for storage in storages]
         before = NoNorm() if block.before is None else self.norm(layer.get_submodule(block.before))
         after = None if block.after is None else self.norm(layer.get_submodule(block.after))
         module: Any = layer.get_submodule(block.module)

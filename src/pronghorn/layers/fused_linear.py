@@ -34,6 +34,7 @@ from pronghorn.precision.source import (
     NF4Source,
     PackedSource,
     WeightSource,
+    WrittenOutSource,
 )
 
 LowRankGrads = tuple[Tensor, list[Tensor]]
@@ -47,10 +48,16 @@ class FusedLinear:
         storage: of linears that `linears.unfused_reason` doesn't refuse.
         compute: in what a frozen weight multiplies.
         codes_written: 8-bit codes of 16-bit weights are written out for each product, and none kept.
+        written_once: weights in few bits, and not their codes, are kept as they are written out.
     """
 
     def __init__(
-        self, storage: GroupStorage, dtype: torch.dtype, compute: Compute = Compute.DTYPE, codes_written: bool = False
+        self,
+        storage: GroupStorage,
+        dtype: torch.dtype,
+        compute: Compute = Compute.DTYPE,
+        codes_written: bool = False,
+        written_once: bool = False,
     ) -> None:
         for linear in storage.linears:
             unmerge_disabled(linear)
@@ -74,7 +81,7 @@ class FusedLinear:
         if self.in_fp8 and compute.forward_in_fp8:
             self.source: WeightSource = _fp8_source(storage, compute, codes_written)
         else:
-            self.source = self._source(storage, below)
+            self.source = self._source(storage, below, written_once)
             if self.in_fp8:
                 self.source = BackwardSource(self.source, _fp8_source(storage, compute, codes_written))
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
@@ -85,7 +92,7 @@ class FusedLinear:
         self.copies: list[tuple[Tensor, Tensor]] = []
         """(target, source) pairs that bring A and B up to date."""
         if self.adapters:
-            self._place_adapters(ends[-1], below)
+            self._place_adapters(ends[-1])
         self._a_transposed = None if self.a is None else self.a.t()
         self._b_transposed = None if self.b is None else self.b.t()
         self._biased = first.bias is not None
@@ -94,12 +101,14 @@ class FusedLinear:
         self.gradient_dtype: torch.dtype | None = None
         """Of the gradients that `input_grad` and `gradients` give; None for that of each trained tensor."""
 
-    def _source(self, storage: GroupStorage, below: int) -> WeightSource:
+    def _source(self, storage: GroupStorage, below: int, written_once: bool) -> WeightSource:
         weights = [base.weight for base in self.bases]
-        if is_4bit(self.bases[0]):
-            return NF4Source(weights, self.dtype, below)
         if is_written_out(self.bases[0]):
-            return PackedSource(weights, self.dtype, below)
+            kind = NF4Source if is_4bit(self.bases[0]) else PackedSource
+            source: WrittenOutSource = kind(weights, self.dtype, below)
+            if not written_once:
+                return source
+            return DenseSource(storage.written_out(source, self.dtype, below), sum(self.widths))
         if weights[0].dtype is not self.dtype:
             gathered = narrowed(weights, self.dtype)
             self.read_narrow = [] if gathered is None else weights
@@ -107,10 +116,11 @@ class FusedLinear:
         lie_wide(weights)
         return DenseSource(storage.weight(self.dtype), sum(self.widths))
 
-    def _place_adapters(self, rows: int, below: int) -> None:
+    def _place_adapters(self, rows: int) -> None:
         """Make A [R, K] (below W, if there is room) and B [N, R], zero outside the adapters' blocks."""
         example, total = self.adapters[0][1].a, sum(self.adapter_ranks)
-        a = self.source.storage[rows:] if below and isinstance(self.source, DenseSource) else None
+        source = self.source
+        a = source.storage[rows:] if isinstance(source, DenseSource) and source.side_by_side else None
         self.a = example.new_zeros(total, self.bases[0].in_features, dtype=self.dtype) if a is None else a
         self.b = example.new_zeros(rows, total, dtype=self.dtype)
         rank = 0

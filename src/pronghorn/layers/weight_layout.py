@@ -20,6 +20,7 @@ from pronghorn.kernels.quantise import transposed
 from pronghorn.layers.linears import adapter_of, base_of, is_written_out, merged_into
 from pronghorn.parallel.sharded import IN_BUFFER
 from pronghorn.precision.fp8 import FP8Weight
+from pronghorn.precision.source import WrittenOutSource
 
 WIDE = 2
 """Inputs an output from which on A lies below W: putting dy and s · dy B side by side costs a copy of dy."""
@@ -40,6 +41,9 @@ class GroupStorage:
         """The A that there is room for: a backward may still read it when another adapter is switched on, which has
         none then. Reference passes of preference training switch in each step."""
         self._codes: tuple[Any, FP8Weight] | None = None
+        self._written: tuple[Any, Tensor] | None = None
+        self._lent: int | None = None
+        """Where the A lies that `_written` has room for."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
         """Return an empty storage of the copied linears, whose weights lie as these do."""
@@ -91,6 +95,26 @@ class GroupStorage:
                 made = FP8Weight.of(weights, forward)
             self._codes = self._state(), made
         return self._codes[1]
+
+    def written_out(self, source: WrittenOutSource, dtype: torch.dtype, below: int) -> Tensor:
+        """Return weights in few bits as `source` writes them out, again only where one changed.
+
+        It is [N + below, K] for the adapter that was there when they were written, and [N, K] for others: a backward
+        may still read its A.
+
+        Raises:
+            UnsupportedError: processes share the weights, which may be another layer's by now.
+        """
+        if any(hasattr(part, IN_BUFFER) for weight in self._weights() for part in getattr(weight, "parts", (weight,))):
+            raise UnsupportedError("written_out = 'once' for weights that processes share", "leave written_out out")
+        state, adapter = (dtype, self._state()), adapter_of(self.linears[0])
+        of = None if adapter is None or not below else adapter.a.data_ptr()
+        if self._written is None or self._written[0] != state:
+            self._written = None  # freed before the other is made
+            self._written = state, source.write_out(self._weights()[0].device, below)
+            self._lent = of
+        whole, rows = self._written[1], sum(base_of(linear).out_features for linear in self.linears)
+        return whole if of is not None and of == self._lent else whole[:rows]
 
     def drop_codes(self) -> None:
         """Let the weights in 8 bits go."""

@@ -64,6 +64,8 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         weights -= int(sum(layer.expert_weights for layer in dims.layers) * (b - setup.expert_bytes))
     if setup.linear_bytes is not None:
         weights -= int(linear * (b - setup.linear_bytes))
+    if setup.written_once and (setup.method == "qlora" or setup.linear_bytes is not None):
+        weights += linear * b
     if setup.fp8:  # codes in a layout a product, unless they are written out, and scales of rows
         rows = sum(linear.out for layer in dims.layers for linear in layer.linears)
         layouts = 2 if setup.fp8_forward and not setup.own_codes else 1

@@ -76,6 +76,8 @@ class TrainSetup:
     """The packed linears multiply in 8 bits as they are."""
     codes: Codes = "kept"
     """Whether 8-bit codes of weights in 16 bits are kept or written out; `auto`: as a plan chooses, kept until then."""
+    written_once: bool = False
+    """Linears' weights of few bits are kept as the forward's products have them, in `itemsize` bytes."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
     master_bytes: int = 4
@@ -130,12 +132,16 @@ class TrainSetup:
     @property
     def writes_forward(self) -> bool:
         """Whether the weights of linears are written out of few bits for each product of the forward."""
+        if self.written_once:
+            return False
         return self.method == "qlora" or (self.linear_bytes is not None and not self.forward_in_fp8)
 
     @property
     def writes_backward(self) -> bool:
         """The same for each input gradient; or whether 8-bit codes, which processes share, are turned for it."""
         coded = self.processes > 1 or self.writes_codes
+        if self.written_once and not self.fp8:
+            return False
         return self.method == "qlora" or (coded if self.fp8 else self.linear_bytes is not None)
 
     @property

@@ -239,8 +239,7 @@ def attach(
     Returns:
         The handle: `.report` lists every decision, `.detach()` restores the model.
     Raises:
-        UnsupportedError: no causal LM, a configuration that packed attention can't serve, or a plan that these layers
-            can't follow.
+        UnsupportedError: no causal LM, or a configuration or a plan that packed attention or these layers can't serve.
         ConfigError: unknown options, a plan for another number of layers, or a model whose forward an earlier trainer
             wrapped.
     """
@@ -293,6 +292,7 @@ def attach(
     backbone.__dict__[CAUSAL_LM] = base
     fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None
     if fused_layers is not None:
+        fused_layers.builder = replace(fused_layers.builder, written_once=options.experimental.written_out == "once")
         fused_layers.use_written_codes(options.writes_codes(plan))
         fused_layers.install()
         backbone.__dict__[LAYERS] = fused_layers

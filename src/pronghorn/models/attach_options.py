@@ -32,6 +32,9 @@ class Experimental:
     """`loop` leaves the experts to transformers' eager code."""
     masked_attention: bool = False
     """Packed attention over a dense mask."""
+    written_out: Literal["each", "once"] = "each"
+    """`once` keeps linears' weights of few bits as they are written out in the model's dtype, instead of writing them
+    out for each product. Input gradients in 8 bits still have their codes written out."""
 
     @classmethod
     def of(cls, given: Experimental | Mapping[str, Any] | None) -> Experimental:
@@ -71,9 +74,14 @@ class AttachOptions:
             ("codes", self.codes, Codes),
             ("packing_metadata", switches.packing_metadata, Metadata),
             ("moe_routing", switches.moe_routing, experts.Routing),
+            ("written_out", switches.written_out, Literal["each", "once"]),
         ):
             if value not in get_args(known):
                 raise ConfigError(f"{name} {value!r} is unknown", f"use one of {', '.join(get_args(known))}")
+        if switches.written_out == "once" and self.compute.forward_in_fp8:
+            raise ConfigError(
+                f"written_out 'once' for compute '{self.compute}', which multiplies codes", "leave written_out out"
+            )
         if switches.moe_routing == "loop" and not has_experts(config):
             raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
 

@@ -186,12 +186,15 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     packed = [p for p in handle.model.base_model.parameters() if isinstance(p, PackedTensor) and p.ndim == 2]
     kinds = ", ".join(sorted({type(weight).__name__.removesuffix("Tensor") for weight in packed}))
     if not compute.is_fp8 or layers is None:
+        if layers is not None and layers.builder.written_once:
+            return [PathTaken("products of frozen weights", "the model's dtype, written out once", "asked for")]
         written = f"the model's dtype, written out of {kinds} for each product"
         return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
     in_fp8, products = layers.in_fp8()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
     if not compute.forward_in_fp8:
-        path = f"{path}, for input gradients; the forward in the model's dtype"
+        once = ", of weights written out once" if layers.builder.written_once else ""
+        path = f"{path}, for input gradients; the forward in the model's dtype{once}"
     if chooses_codes(layers):
         path = f"{path}; {CODES_WRITTEN if layers.builder.codes_written else '8-bit codes kept beside the weights'}"
     multiplied = [base for bases in layers.fp8_products(_dtype(handle.model, autocast)) for base in bases]

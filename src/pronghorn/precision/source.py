@@ -124,20 +124,20 @@ class WrittenOutSource(WeightSource):
         self.side_by_side = below > 0
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
-        weight = self._written_out(x.dense, 0).t()
+        weight = self.write_out(x.dense.device, 0).t()
         return x.dense @ weight if bias is None else torch.addmm(bias, x.dense, weight)
 
     def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
         if low_rank is not None and low_rank.both is not None:
-            whole = self._written_out(dy.dense, self._below)
+            whole = self.write_out(dy.dense.device, self._below)
             whole[-self._below :] = low_rank.a
             return low_rank.both @ whole
-        dx = dy.dense @ self._written_out(dy.dense, 0)
+        dx = dy.dense @ self.write_out(dy.dense.device, 0)
         return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
 
-    def _written_out(self, like: Tensor, more: int) -> Tensor:
+    def write_out(self, device: torch.device, more: int) -> Tensor:
         """Return W [N + more, K] in the products' dtype, the last rows uninitialised."""
-        whole = like.new_empty(sum(self._rows) + more, self._columns, dtype=self._stored)
+        whole = torch.empty(sum(self._rows) + more, self._columns, dtype=self._stored, device=device)
         for index, part in enumerate(whole.split([*self._rows, more])[: len(self._rows)]):
             self._write(index, part)
         return whole.to(self._dtype)

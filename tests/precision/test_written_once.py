@@ -1,0 +1,170 @@
+"""Weights in few bits that are kept as they are written out (`written_out="once"`), beside written out each time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.errors import ConfigError
+from pronghorn.layers.weight_layout import STEP
+from pronghorn.loading.load import load_model
+from pronghorn.memory.devices import device_spec
+from pronghorn.memory.estimate import MemoryModel, TrainSetup
+from pronghorn.memory.plan import Plan
+from pronghorn.memory.step_time import step_times
+from pronghorn.models.attach import attach
+from pronghorn.models.auto_plan import setup_of
+from pronghorn.precision.fp8 import BackwardSource
+from pronghorn.precision.source import DenseSource, PackedSource, WrittenOutSource
+from support.documents import LENGTHS, ROW
+from support.fused import loss_and_gradients, with_adapters
+from support.packed_linears import packed_linears
+from support.shapes import dims_of_shape
+from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
+
+ONCE = {"written_out": "once"}
+NF4 = TrainSetup(8192, method="qlora", accumulates=False)
+
+
+def nf4_model(family: str = "llama", **adapters: Any) -> Any:
+    """A tiny model whose down projections are wide enough to have room for A, in NF4."""
+    sizes = {"intermediate_size": 128, **SIZES_IN_8_BITS.get(family, {})}
+    return with_adapters(in_4_bits(tiny_model(family, **sizes).bfloat16()), **{"r": STEP, **adapters})
+
+
+def linears(handle: Any) -> list[Any]:
+    return list(handle.layers.linears())
+
+
+def same(found: tuple[Any, dict[str, Any]], right: tuple[Any, dict[str, Any]]) -> bool:
+    alike = found[1].keys() == right[1].keys() and len(right[1]) > 0
+    return (
+        alike and found[0] == right[0] and all(torch.equal(found[1][name], value) for name, value in right[1].items())
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text", "gpt_oss"])
+@pytest.mark.parametrize("compute", ["dtype", "fp8"])
+def test_no_bit_is_changed(family: str, compute: str) -> None:
+    model, batch = nf4_model(family), packed_row(LENGTHS, ROW)
+    attach(model, Plan.keep(), layers="fused", compute=compute)
+    right = loss_and_gradients(model, batch)
+    handle = attach(model, Plan.keep(), layers="fused", compute=compute, experimental=ONCE)
+    for _ in range(2):
+        assert same(loss_and_gradients(model, batch), right)
+    wanted = BackwardSource if compute == "fp8" else DenseSource
+    assert {type(linear.source) for linear in linears(handle)} == {wanted}
+    if compute == "fp8":
+        assert {type(linear.source.plain) for linear in linears(handle)} == {DenseSource}
+    # down's A lies below its weight, as where that is written out each time
+    assert any(linear.source.side_by_side for linear in linears(handle)) == (compute == "dtype" and family != "gpt_oss")
+    told = next(path.path for path in handle.report if path.part == "products of frozen weights")
+    assert "written out once" in told
+
+
+@pytest.mark.parametrize("kind", ["fine-grained", "rows", "nvfp4"])
+def test_packed_checkpoints_too(tmp_path: Path, kind: str) -> None:
+    packed_linears(tmp_path, kind)
+    model, batch = (
+        with_adapters(load_model(tmp_path, dtype="bfloat16", max_seq_length=128)[0]),
+        packed_row(LENGTHS, ROW),
+    )
+    handle = attach(model, Plan.keep(), layers="fused")
+    right = loss_and_gradients(model, batch)
+    assert {type(linear.source) for linear in linears(handle)} == {PackedSource}
+    before = MemoryModel.of(dims_of_shape("Llama-3.1-8B"), setup_of(model, ROW)).resting["weights"]
+    handle = attach(model, Plan.keep(), layers="fused", experimental=ONCE)
+    assert same(loss_and_gradients(model, batch), right)
+    assert {type(linear.source) for linear in linears(handle)} == {DenseSource}
+    after = MemoryModel.of(dims_of_shape("Llama-3.1-8B"), setup_of(model, ROW)).resting["weights"]
+    assert after - before == 2 * sum(layer.linear_weights for layer in dims_of_shape("Llama-3.1-8B").layers)
+
+
+def test_they_are_written_out_once_and_let_go_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: Counter[str] = Counter()
+    write = WrittenOutSource.write_out
+
+    def counted(source: WrittenOutSource, device: torch.device, more: int) -> Any:
+        written["now"] += 1
+        return write(source, device, more)
+
+    monkeypatch.setattr(WrittenOutSource, "write_out", counted)
+    model, batch = nf4_model(), packed_row(LENGTHS, ROW)
+    handle = attach(model, Plan.keep(), layers="fused", experimental=ONCE)
+    for _ in range(3):
+        loss_and_gradients(model, batch)
+    products = len(linears(handle))
+    assert written["now"] == products > 0
+    handle.detach()
+    attach(model, Plan.keep(), layers="fused")
+    loss_and_gradients(model, batch)
+    assert written["now"] == 3 * products - 1  # for each product forward and back, but for the first layer's dx
+
+
+def test_other_adapters_have_no_room_and_the_same_gradients() -> None:
+    model, batch = nf4_model(), packed_row(LENGTHS, ROW)
+    model.add_adapter("other", model.peft_config["default"])
+    found: dict[str, list[Any]] = {"each": [], "once": []}
+    for way, results in found.items():
+        handle = attach(model, Plan.keep(), layers="fused", experimental={"written_out": way})
+        for adapter in ("default", "other", "default"):
+            model.set_adapter(adapter)
+            results.append(loss_and_gradients(model, batch))
+            rooms = [linear.source.side_by_side for linear in linears(handle)]
+            assert any(rooms) == (way == "each" or adapter == "default")
+        with model.disable_adapter(), torch.no_grad():
+            results.append((model(**batch).loss, {"loss": model(**batch).loss}))
+    right, once = found.values()
+    assert same(once[0], right[0]) and same(once[2], right[2]) and same(once[3], right[3])
+    for name, value in right[1][1].items():  # dx is two products where A has no room
+        torch.testing.assert_close(once[1][1][name], value, rtol=0.03, atol=1e-3)
+
+
+def test_they_follow_the_weights() -> None:
+    model, batch = nf4_model(), packed_row(LENGTHS, ROW)
+    attach(model, Plan.keep(), layers="fused", experimental=ONCE)
+    before = loss_and_gradients(model, batch)
+    down = model.model.model.layers[1].mlp.down_proj.base_layer
+    down.weight.quant_state.absmax.mul_(1)
+    down.weight.data = down.weight.data.flip(0).contiguous()
+    found = loss_and_gradients(model, batch)
+    attach(model, Plan.keep(), layers="fused")
+    assert same(found, loss_and_gradients(model, batch)) and not same(found, before)
+
+
+def test_a_forward_of_codes_has_nothing_to_keep() -> None:
+    model = nf4_model()
+    with pytest.raises(ConfigError, match=r"written_out 'once' for compute 'fp8_both'.*leave written_out out"):
+        attach(model, layers="fused", compute="fp8_both", experimental=ONCE)
+    with pytest.raises(ConfigError, match=r"written_out 'twice' is unknown: use one of each, once"):
+        attach(model, layers="fused", experimental={"written_out": "twice"})
+
+
+def test_a_plan_counts_their_memory_and_no_time_to_write_them() -> None:
+    dims, h200 = dims_of_shape("Qwen3-14B"), device_spec("h200")
+    weights = 2 * sum(layer.linear_weights for layer in dims.layers)
+    for setup in (NF4, replace(NF4, fp8=True, fp8_forward=False)):
+        once = replace(setup, written_once=True)
+        resting = [MemoryModel.of(dims, each).resting["weights"] for each in (setup, once)]
+        assert resting[1] - resting[0] == weights
+        each, kept = (step_times(dims, way, h200).layers[0] for way in (setup, once))
+        assert kept.forward < each.forward
+        assert kept.backward < each.backward if not setup.fp8 else kept.backward == each.backward
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("graph", ["off", "on"])
+def test_on_a_gpu_no_bit_is_changed(family: str, graph: str) -> None:
+    model, found = nf4_model(family).cuda(), {}
+    batch = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
+    for way in ("each", "once"):
+        attach(model, Plan.keep(), layers="fused", graph=graph, experimental={"written_out": way})
+        for _ in range(4):
+            found[way] = loss_and_gradients(model, batch)
+    assert same(found["once"], found["each"])
