@@ -102,6 +102,25 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert "Examples" in done.stdout and "train.max_steps=20" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [(name, "known here: model, adapter") for name in ("train", "plan", "verify", "profile", "bench")]
+    + [(name, "give the output folder of a finished run") for name in ("chat", "export")],
+)
+def test_a_wrong_recipe_or_run_is_refused_before_anything_heavy_is_loaded(
+    command: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.yaml").write_text("model: {name: none/such}\nbogus: 1\n")
+    given = tmp_path / ("bad.yaml" if said.startswith("known") else "nothing")
+    code = (
+        "import sys\nfrom pronghorn.cli.main import app\n"
+        f"try: app([{command!r}, {str(given)!r}])\n"
+        f"except SystemExit: print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said in " ".join(done.stderr.split()) and done.stderr.splitlines()[-1] == "[]"
+
+
 def test_help_is_broken_by_the_terminal_alone() -> None:
     """Not at the source's lines, too, which left words by themselves."""
     lines = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "80"}).stdout.splitlines()

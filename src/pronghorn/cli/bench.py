@@ -35,11 +35,12 @@ def bench(
       pronghorn bench my.yaml --steps 2 --warmup 1
     """
     with plain_errors(debug):
-        with starting():
-            from pronghorn.config.recipe import Recipe
-            from pronghorn.diagnose.speed import compare
+        from pronghorn.config.recipe import Recipe
 
         settings = Recipe.load(recipe, overrides or [])
+        with starting():
+            from pronghorn.diagnose.speed import compare
+
         comparison = compare(settings, Console(stderr=True, highlight=False), steps, warmup)
         Console().print(_table(comparison, settings.model.name))
 

@@ -70,6 +70,10 @@ def chat(
             raise ConfigError("chat needs a run or --served, and one of them", "write e.g. pronghorn chat runs/mine")
         if model is not None and served is None:
             raise ConfigError("--model is the name of a server's model", "leave it out, or give --served URL")
+        if run is not None:
+            from pronghorn.records.finished import check_finished
+
+            check_finished(run)
         with starting():
             from pronghorn.train.chat import ServedChat, load_chat
 

@@ -78,6 +78,9 @@ def export(
       pronghorn export runs/demo --to ollama --output out
     """
     with plain_errors(debug):
+        from pronghorn.records.finished import check_finished
+
+        check_finished(run)
         with starting():
             from pronghorn.diagnose.export_run import export_run
             from pronghorn.diagnose.served import render

@@ -65,12 +65,13 @@ def plan(
       pronghorn plan my.yaml --gpus 4 --device h100
     """
     with plain_errors(debug):
+        from pronghorn.config.recipe import Recipe
+
+        loaded = Recipe.load(recipe, overrides or [])
         with starting():
-            from pronghorn.config.recipe import Recipe
             from pronghorn.diagnose.plan_report import SeveralGpus, report_plan
 
         console = Console(stderr=True, highlight=False)
-        loaded = Recipe.load(recipe, overrides or [])
         several = SeveralGpus.asked(gpus, strategy, link, loaded)
         report = report_plan(loaded, device, calibrate, console, several)
         if as_json:

@@ -47,10 +47,11 @@ def profile(
     """
     with plain_errors(debug):
         from pronghorn.config.recipe import Recipe
+
+        settings = Recipe.load(recipe, overrides or [])
         from pronghorn.diagnose.profile_report import read_profile
         from pronghorn.records.page import check_page, check_writable
 
-        settings = Recipe.load(recipe, overrides or [])
         other = None if against is None else read_profile(against)
         if json is not None and json.exists():
             read_profile(json)  # what isn't ours is not written over

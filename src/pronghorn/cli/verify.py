@@ -102,8 +102,10 @@ def verify(
             if source is not None and source.name == "COMMANDLINE":
                 instead = "leave it out: the recipe says it (adapter.method, model.load_in_4bit, precision)"
                 raise ConfigError(f"--{option} is for --model", instead)
+        from pronghorn.config.recipe import Recipe
+
+        settings = None if model is not None else Recipe.load(recipe or "", overrides or [])
         with starting():
-            from pronghorn.config.recipe import Recipe
             from pronghorn.diagnose.verify_checks import verify as run
             from pronghorn.diagnose.verify_report import render
             from pronghorn.diagnose.verify_subject import subject_of
@@ -111,9 +113,8 @@ def verify(
         say = progress()
         with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:
             documents = None
-            if model is None:
-                settings = Recipe.load(recipe or "", overrides or [])
-            else:
+            if settings is None:
+                assert model is not None
                 say(f"checkpoint of {model}")
                 numbers: dict[str, str] = {"dtype": dtype, "compute": compute}
                 folder = checkpoints or Path(scratch)

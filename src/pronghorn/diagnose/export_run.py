@@ -43,11 +43,12 @@ from pronghorn.loading.gguf import load_gguf, reads
 from pronghorn.loading.load import load_model
 from pronghorn.loading.packed_checkpoint import fetched
 from pronghorn.models.families import base_causal_lm, has_experts
+from pronghorn.records.finished import is_export, recipe_of
 from pronghorn.records.model_card import FILE_NAME as CARD
 from pronghorn.records.model_card import card
 from pronghorn.records.record import FILE_NAME as RECORD
 from pronghorn.records.record import RunRecord
-from pronghorn.train.chat import is_export, load_chat, recipe_of
+from pronghorn.train.chat import load_chat
 
 Say = Callable[[str], None]
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody is surprised."

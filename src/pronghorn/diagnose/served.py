@@ -15,7 +15,8 @@ from pronghorn.export.compare import ROWS, compare
 from pronghorn.export.comparison import Comparison
 from pronghorn.export.engine import Engine
 from pronghorn.export.engines.transformers import TransformersEngine
-from pronghorn.train.chat import is_export, load_chat, recipe_of
+from pronghorn.records.finished import is_export, recipe_of
+from pronghorn.train.chat import load_chat
 from pronghorn.train.documents import prepare
 
 

@@ -8,15 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from pronghorn.config.errors import without_removed
-from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.export.engines.openai import OpenAIServer
 from pronghorn.loading.load import FoundModel, default_device, find_model, resolve_dtype
 from pronghorn.loading.new_tokens import grow_embeddings
-from pronghorn.records.record import RunRecord
+from pronghorn.records.finished import is_export, recipe_of
 from pronghorn.train.documents import find
 from pronghorn.train.evaluate import answer
 
@@ -157,11 +153,6 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
     return ChatSession({"base": base, "trained": trained}, tokenizer, system, **options)
 
 
-def is_export(path: Path) -> bool:
-    """Tell whether a path is a model's by itself, rather than a run's folder."""
-    return path.suffix == ".gguf" or any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-
-
 def _load_export(path: Path, trust_remote_code: bool, **options: Any) -> ChatSession:
     """Load a model's folder or file by itself, an adapter's with its base beside it."""
     found = find_model(path, max_seq_length=1, trust_remote_code=trust_remote_code)
@@ -174,22 +165,3 @@ def _load_export(path: Path, trust_remote_code: bool, **options: Any) -> ChatSes
     models = {"base": model, "trained": model} if bare else {"model": model}
     options["system"] = options.get("system") or None
     return ChatSession(models, tokenizer, **options)
-
-
-def recipe_of(folder: Path) -> Recipe:
-    """Return the recipe of the finished run in `folder`."""
-    if not folder.is_dir():
-        remedy = "give the output folder of a finished run (train.output), or a merged folder"
-        raise ConfigError(f"{folder} is not a folder", remedy)
-    if not (folder / "run.json").exists() and (folder / "journal.json").exists():
-        raise ConfigError(
-            f"the run in {folder} is not finished", "run its `pronghorn train` command again to finish it"
-        )
-    try:
-        return Recipe.model_validate(without_removed(RunRecord.read(folder).recipe))
-    except ValidationError as error:
-        key = ".".join(map(str, error.errors()[0]["loc"]))
-        raise DataError(
-            f"{folder / 'run.json'}: {key} of its recipe is not of this version ({error.errors()[0]['msg']})",
-            "use the version that trained it",
-        ) from error
