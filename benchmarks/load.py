@@ -3,7 +3,7 @@
     python -m benchmarks.load --model Qwen3-14B --checkpoints DIR --out result.json
 
 A checkpoint with random weights is written first. `read` reads its safetensors files from end to end and does nothing
-with them; `pronghorn` is `load_in_4bit` through the house's loader; `transformers` is `from_pretrained` with the same
+with them, `read in streams` does so by several threads; `pronghorn` is `load_in_4bit` through the house's loader; `transformers` is `from_pretrained` with the same
 quantisation. Each is tried `--repeats` times, by turns; times are seconds, medians. Files are dropped from the page
 cache one by one (POSIX_FADV_DONTNEED), which asks the system and forces nothing: where it didn't, `cold read` is about
 `warm read`.
@@ -18,6 +18,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from pronghorn.precision.loader import check_weights
 
 PIECE = 16 * 2**20
 """Bytes that `read` asks for at a time."""
+STREAMS = 8
+"""Threads of `read in streams`."""
 
 
 def read(folder: Path) -> None:
@@ -43,6 +47,19 @@ def read(folder: Path) -> None:
         with file.open("rb", buffering=0) as opened:
             while opened.readinto(buffer):
                 pass
+
+
+def read_in_streams(folder: Path) -> None:
+    """Read the same by several threads, each every eighth piece."""
+
+    def stream(file: Path, first: int) -> None:
+        buffer = memoryview(bytearray(PIECE))
+        with file.open("rb", buffering=0) as opened:
+            for start in range(first * PIECE, file.stat().st_size, STREAMS * PIECE):
+                os.preadv(opened.fileno(), [buffer], start)
+
+    with ThreadPoolExecutor(STREAMS) as threads:
+        list(threads.map(lambda each: stream(*each), product(check_weights(folder), range(STREAMS))))
 
 
 def drop(folder: Path) -> None:
@@ -70,7 +87,9 @@ def by_transformers(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
 
 
-WAYS: dict[str, Callable[[Path], Any]] = {"read": read, "pronghorn": by_pronghorn, "transformers": by_transformers}
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "read": read, "read in streams": read_in_streams, "pronghorn": by_pronghorn, "transformers": by_transformers,
+}  # fmt: skip
 
 
 def measure(folder: Path, repeats: int) -> dict[str, Any]:
