@@ -3,10 +3,10 @@
     python -m benchmarks.load --model Qwen3-14B --checkpoints DIR --out result.json
 
 A checkpoint with random weights is written first. `read` reads its safetensors files from end to end and does nothing
-with them, `read in streams` does so by several threads; `pronghorn` is `load_in_4bit` through the house's loader; `transformers` is `from_pretrained` with the same
-quantisation. Each is tried `--repeats` times, by turns; times are seconds, medians. Files are dropped from the page
-cache one by one (POSIX_FADV_DONTNEED), which asks the system and forces nothing: where it didn't, `cold read` is about
-`warm read`.
+with them, `read in streams` does so by several threads; `pronghorn` is `load_in_4bit` through the house's loader;
+`transformers` is `from_pretrained` with the same quantisation. Each is tried `--repeats` times, by turns; times are
+seconds, medians. Files are dropped from the page cache one by one (POSIX_FADV_DONTNEED), which asks the system and
+forces nothing: where it didn't, `cold read` is about `warm read`.
 """
 
 from __future__ import annotations
