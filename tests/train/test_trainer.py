@@ -450,7 +450,7 @@ def test_second_calls_that_the_template_leaves_out_are_refused(stories: Path, tm
         with pytest.raises(DataError, match="leaves the tool call 'f' out: "):
             dataset = Dataset.from_list([{"messages": row} for row in rows])
             SFTTrainer(model, config(tmp_path), train_dataset=dataset, tokenizer=tokenizer)
-    check_rendered("train_dataset", Dataset.from_list([{"messages": one}]), tokenizer)
+    check_rendered("train_dataset", Dataset.from_list([{"messages": one}]), tokenizer, False)
 
 
 def test_prompts_that_their_completion_rewrites_are_refused(stories: Path, tmp_path: Path) -> None:
@@ -467,9 +467,34 @@ def test_prompts_that_their_completion_rewrites_are_refused(stories: Path, tmp_p
     with pytest.raises(DataError, match="train_dataset row 1: the chat template renders the prompt otherwise"):
         SFTTrainer(model, config(tmp_path), train_dataset=rows, tokenizer=tokenizer)
     tokenizer.chat_template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # is not said
-    check_rendered("train_dataset", rows, tokenizer)
+    check_rendered("train_dataset", rows, tokenizer, False)
     same = [{**turn, "content": "yes"} for turn in turns]
-    check_rendered("train_dataset", Dataset.from_list([{"prompt": same[:3], "completion": same[3:]}]), tokenizer)
+    check_rendered("train_dataset", Dataset.from_list([{"prompt": same[:3], "completion": same[3:]}]), tokenizer, False)
+
+
+def test_what_the_template_leaves_out_of_last_answers_is_told(stories: Path, tmp_path: Path) -> None:
+    _, tokenizer = adapted(stories)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    plain, thought = [asked, said], [asked, {**said, "reasoning_content": "hm"}]
+    inline = [asked, {**said, "content": "<think>hm</think>b"}]
+    parts = [{"prompt": row[:1], "completion": row[1:]} for row in (plain, inline)]
+    sets = [Dataset.from_list(parts), Dataset.from_list([{"messages": row} for row in (plain, thought)])]
+    stripped = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")  # as DeepSeek R1's
+    unended = CHATML.replace("<|im_end|>", "{{ '' if loop.last else '<|im_end|>' }}")  # as Apertus'
+    for rows, template, told in (
+        (sets[0], stripped, "leaves out what the assistant thinks"),
+        (sets[1], CHATML, "leaves out what the assistant thinks"),
+        (sets[1], unended, "not trained to stop"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.warns(UserWarning, match=f"train_dataset: .*{told}"):
+            check_rendered("train_dataset", rows, tokenizer, False)
+    tokenizer.chat_template = CHATML
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_rendered("train_dataset", sets[0], tokenizer, False)
+        check_rendered("train_dataset", sets[1], tokenizer, True)
 
 
 def test_texts_that_the_template_leaves_out_are_refused(stories: Path, tmp_path: Path) -> None:

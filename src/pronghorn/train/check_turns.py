@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pyarrow
 import pyarrow.compute
 from datasets import Dataset
 
+from pronghorn.data.labels import THINK
 from pronghorn.data.messages import REASONING
 from pronghorn.errors import DataError
 
@@ -77,11 +79,14 @@ def check_roles(name: str, row: dict[str, Any], tokenizer: Any) -> None:
             raise DataError(f"{name}: {text} is a text, and {other} messages", f"dataset.map(lambda row: {made})")
 
 
-def check_rendered(name: str, dataset: Dataset, tokenizer: Any) -> None:
-    """Refuse rows that the chat template makes something else of: `check_calls`, `check_completions`."""
+def check_rendered(name: str, dataset: Dataset, tokenizer: Any, marked: bool) -> None:
+    """Refuse rows that the chat template makes something else of (`check_calls`, `check_completions`), and tell what it
+    leaves out of last answers; not if answers are `marked`, which TRL does by a template of its own."""
     if getattr(tokenizer, "chat_template", None):
         check_calls(name, dataset, tokenizer)
         check_completions(name, dataset, tokenizer)
+        if not marked:
+            check_answers(name, dataset, tokenizer)
 
 
 def check_calls(name: str, dataset: Dataset, tokenizer: Any) -> None:
@@ -145,6 +150,51 @@ def check_completions(name: str, dataset: Dataset, tokenizer: Any) -> None:
                 "leave the system message and earlier reasoning out of prompts of several turns, or train by a recipe "
                 "(pronghorn train), whose turns are labelled each behind its own prompt",
             )
+
+
+def check_answers(name: str, dataset: Dataset, tokenizer: Any) -> None:
+    """Tell if the chat template writes no token behind the first row's last answer that ends it, or leaves out what the
+    assistant thinks before it, in the first row with reasoning there."""
+    columns = next(
+        (each for each in (["messages"], ["prompt", "completion"]) if {*each} <= {*dataset.column_names}), []
+    )
+    tools, ended = "tools" in dataset.column_names, False
+    for row in dataset.select(range(min(len(dataset), FIRST))) if columns else ():
+        if not all(isinstance(row[column], list) for column in columns):
+            return
+        turns = [_given(turn) for column in columns for turn in row[column]]
+        last = turns[-1] if turns else {}
+        thought = _thought(last)
+        if last.get("role") != "assistant" or (ended and not thought):
+            continue
+        try:
+            more = {"tools": row["tools"]} if tools else {}
+            written = str(tokenizer.apply_chat_template(turns, tokenize=False, **more)).rstrip()
+        except Exception:  # a template is a program; TRL meets the same error
+            return
+        ends = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+        if not ended and not written.endswith(tuple(ends)):
+            warnings.warn(
+                f"{name}: the chat template ends a conversation's last answer with none of the tokenizer's special "
+                "tokens, and the model is not trained to stop: set tokenizer.chat_template to one that does",
+                stacklevel=5,
+            )
+        if thought and thought not in written:
+            warnings.warn(
+                f"{name}: the chat template leaves out what the assistant thinks, and it is not trained: set "
+                "tokenizer.chat_template to one that writes it",
+                stacklevel=5,
+            )
+        ended = True
+        if thought:
+            return
+
+
+def _thought(turn: dict[str, Any]) -> str:
+    """Return what the assistant thinks before it speaks, in a field or in its text, "" for nothing."""
+    fields = [turn[key] for key in REASONING if isinstance(turn.get(key), str)]
+    written = THINK.match(turn["content"]) if isinstance(turn.get("content"), str) else None
+    return next((each.strip() for each in [*fields, *(written.groups() if written else ())] if each.strip()), "")
 
 
 def _given(turn: dict[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                 check_parts(name, row, tokenizer)
                 check_roles(name, row, tokenizer)
                 _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
-                check_rendered(name, dataset, tokenizer)
+                check_rendered(name, dataset, tokenizer, args.assistant_only_loss)
 
 
 def _check_formatting(formats: Callable[[Any], Any], row: dict[str, Any]) -> None:
