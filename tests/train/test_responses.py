@@ -306,3 +306,14 @@ def test_given_parts_train_no_other_answers() -> None:
     assert said_in([*CHAT[5:8], {**CHAT[8], "reasoning_content": "hm"}], tokenizer, parts) == ["bye<|im_end|>"]
     parts = ("<|im_start|>user\n", "<|im_start|>assistant\n<think>hm</think>")
     assert said_in([*CHAT[1:8], {**CHAT[8], "reasoning_content": "hm"}], tokenizer, parts) == ["end<|im_end|>"]
+
+
+def test_a_template_that_writes_results_like_answers_trains_their_ends() -> None:
+    """As Llama 2's, which knows no tools."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    assert said_in(CHAT[5:], with_control(template)) == ["bye<|im_end|>", "end<|im_end|>"]
+    base = with_control(template.replace("eos_token", "'<|im_end|>'"), "<s>")
+    assert said_in(CHAT[5:], base, ("[INST]", "[/INST]")) == ["bye<|im_end|>", "end<|im_end|>"]

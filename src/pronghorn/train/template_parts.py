@@ -67,7 +67,8 @@ def markers_of(instruction: str, response: str, given: bool, tokenizer: Any) -> 
             begin += next(([start] for start in starts if start in written), [])
     behind = _between(CALLED, "Charlie", "Delta", tokenizer)
     if behind and response not in behind and response in _between(THOUGHT, "Kilo", "Lima", tokenizer):
-        begin += _last(behind, control)
+        ends = _between(THOUGHT, "Lima", "Alpha", tokenizer)  # a template without tools may write results as answers
+        begin += [part for part in _last(behind, control) if part not in ends]
     if called := _between(CALLED[:2], "Hotel", "", tokenizer):
         end_said = [token for token in _last(called, control) if called.rstrip().endswith(token)]
         before = _between(CALLED, "Hotel", "Charlie", tokenizer)
