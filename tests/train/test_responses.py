@@ -308,6 +308,17 @@ def test_given_parts_train_no_other_answers() -> None:
     assert said_in([*CHAT[1:8], {**CHAT[8], "reasoning_content": "hm"}], tokenizer, parts) == ["end<|im_end|>"]
 
 
+def test_an_end_that_only_a_last_turn_lacks_is_trained() -> None:
+    """As Apriel's, whose calls end with the token of all turns only when more follows."""
+    template = (
+        "{% for m in messages %}{{ '[RESULT]' if m.role == 'tool' else '[INST]' if m.role == 'user' else '[/INST]' }}"
+        "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{{ '' if loop.last else '<|im_end|>' }}{% endfor %}"
+    )
+    for eos in ("<|im_end|>", "<s>"):
+        call, *answers = said_in(CHAT[1:8], with_control(template, eos), ("[INST]", "[/INST]"))
+        assert call.endswith("<|im_end|>") and answers == ["said<|im_end|>", "bye<|im_end|>"]
+
+
 def test_a_template_that_writes_results_like_answers_trains_their_ends() -> None:
     """As Llama 2's, which knows no tools."""
     template = (

@@ -65,15 +65,16 @@ def markers_of(instruction: str, response: str, given: bool, tokenizer: Any) -> 
         for chat, word in ((THOUGHT, "Golf"), (CALLED[:2], "golf")):
             written = _between(chat, "Alpha", word, tokenizer)
             begin += next(([start] for start in starts if start in written), [])
+    ends = _between(THOUGHT, "Lima", "Alpha", tokenizer)
     behind = _between(CALLED, "Charlie", "Delta", tokenizer)
     if behind and response not in behind and response in _between(THOUGHT, "Kilo", "Lima", tokenizer):
-        ends = _between(THOUGHT, "Lima", "Alpha", tokenizer)  # a template without tools may write results as answers
-        begin += [part for part in _last(behind, control) if part not in ends]
+        begin += [part for part in _last(behind, control) if part not in ends]  # results may be written as answers
     if called := _between(CALLED[:2], "Hotel", "", tokenizer):
         end_said = [token for token in _last(called, control) if called.rstrip().endswith(token)]
         before = _between(CALLED, "Hotel", "Charlie", tokenizer)
-        new = {before.index(token): token for token in control if token in before and token not in called}
-        end += [token for _, token in sorted(new.items())[:1] if token not in response and token != eos]
+        known = called + ends + response
+        new = {before.index(token): token for token in control if token in before and token not in known}
+        end += [token for _, token in sorted(new.items())[:1]]
     end_said = [token for token in end_said if token not in response and token != eos]
     return Markers.of(dict.fromkeys(end), dict.fromkeys(begin), tokenizer, end_said)
 
