@@ -79,10 +79,11 @@ def response_labels(ids: Sequence[int], markers: Markers, tokenizer: Any) -> lis
     several markers match, the one of most tokens counts. Neither the first token nor one that a marker shares with the
     text after it is supervised.
     """
-    openings, labels = markers.openings(), [IGNORE_INDEX] * len(ids)
+    openings, firsts = markers.openings(), {marker.ids[0] for marker in markers.all}
+    eos, labels = tokenizer.eos_token_id, [IGNORE_INDEX] * len(ids)
     at, answering, ended = 0, False, False
     while at < len(ids):
-        for marker in markers.all:
+        for marker in markers.all if ids[at] in firsts else ():
             if tuple(ids[at : at + len(marker.ids)]) == marker.ids and _after(marker.lead, ids[:at], tokenizer):
                 end = _past(marker.tail, ids, at + len(marker.ids), tokenizer)
                 if end is not None:
@@ -91,7 +92,7 @@ def response_labels(ids: Sequence[int], markers: Markers, tokenizer: Any) -> lis
                     at, answering, ended = end, marker.begins, False
                     break
         else:
-            if ids[at] == tokenizer.eos_token_id:
+            if ids[at] == eos:
                 ended = True
             elif ids[at] in markers.control:
                 own = openings.get(ids[at])
