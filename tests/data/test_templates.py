@@ -212,3 +212,52 @@ def test_turns_without_reasoning_after_a_prompt_that_opens_it(name: str) -> None
         first, *others = trained(one(Conversation(chat, TOOLS, **WHERE), tokenizer), tokenizer)
         assert first.startswith("<tool_call>") and first.split("</tool_call>")[1].strip() == end
         assert others == [f"Noon.{end}"] * (len(chat) == 4)
+
+
+LED = {  # generation prompts that end before what the model writes first: a recipient, an empty block
+    "recipient": (">>>", ">>>all\n", "all\n"),
+    "block": ("", "<think></think>", "<think></think>"),
+    "channel": ("", "<|im_start|>reply\n", "<|im_start|>reply\n"),
+    "closed": ("<think>", "</think>", ""),  # and that open reasoning, which a turn without any only closes
+    "a line": ("<think>\n", "<think>\n\n</think>\n", ""),
+    "thought": ("<|channel>thought\n<channel|>", "", ""),
+    "thinking": ("<|START_THINKING|><|END_THINKING|>", "<|im_start|>", "<|im_start|>"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "written", "lead"), LED.values(), ids=LED)
+def test_what_the_template_writes_behind_its_generation_prompt_is_the_models(
+    prompt: str, written: str, lead: str
+) -> None:
+    template = CHATML.replace("{{ m.content }}", f"{{{{ {written!r} if m.role == 'assistant' }}}}{{{{ m.content }}}}")
+    tokenizer = byte_level(template.replace("assistant\n{% endif %}", f"assistant\n{prompt}{{% endif %}}"))
+    document = one(Conversation(CHATS["plain"], **WHERE), tokenizer)
+    assert trained(document, tokenizer) == [f"{lead}b<|im_end|>", f"{lead}d<|im_end|>"]
+    own = (Message("user", "pronghorn"), Message("assistant", "a pronghorn"))  # what finds the lead may be said
+    assert trained(one(Conversation(own, **WHERE), tokenizer), tokenizer) == [f"{lead}a pronghorn<|im_end|>"]
+
+
+def test_a_system_message_that_moves_splits_the_conversation() -> None:
+    """Mistral Nemo's stands before the last question, so that each answer has its own beginning."""
+    template = (
+        "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST]"
+        "{{ messages[0].content if loop.last or loop.index == loop.length - 1 else '' }}{{ m.content }}[/INST]"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer = byte_level(template)
+    row = Conversation((Message("system", "S"), *CHATS["plain"]), **WHERE)
+    documents = label_rows([row], tokenizer).documents
+    assert [tokenizer.decode(document.input_ids) for document in documents] == [
+        "[INST]Sa[/INST]b<|im_end|>",
+        "[INST]a[/INST]b<|im_end|>[INST]Sc[/INST]d<|im_end|>",
+    ]
+    assert [trained(document, tokenizer) for document in documents] == [["b<|im_end|>"], ["d<|im_end|>"]]
+
+
+def test_parallel_calls_of_which_the_template_writes_one_are_refused() -> None:
+    one_call = "{% for c in (m.tool_calls or [])[:1] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    tokenizer = byte_level(CHATML.replace("{{ m.content }}", "{{ m.content }}" + one_call))
+    both = {"tool_calls": call("time", at=1)["tool_calls"] + call("time", at=2)["tool_calls"]}
+    row = Conversation((Message("user", "a"), Message("assistant", "", both)), **WHERE)
+    with pytest.raises(DataError, match="message 2: the chat template leaves the tool call's 'time' out"):
+        label_rows([row], tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pronghorn
 from pronghorn import SFTTrainer, train_on_responses_only
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError
-from pronghorn.train.responses import Marker, _spellings, response_labels, template_parts
+from pronghorn.train.response_markers import Markers, response_labels
+from pronghorn.train.template_parts import markers_of, template_parts
 from support.chats import CHATML, byte_level, chat, one
 from support.templates import with_template
 from support.tiny import stock_loss_on_cpu
@@ -36,9 +38,8 @@ def trained_text(tokenizer: Any, ids: list[int], labels: list[int]) -> list[str]
     return [tokenizer.decode(run).strip() for run in runs if run]
 
 
-def markers(tokenizer: Any, user: str = USER, bot: str = BOT) -> list[Marker]:
-    parts = ((user, "instruction", False), (bot, "response", True))
-    return [Marker(i, *around, begins) for p, n, begins in parts for i, around in _spellings(p, tokenizer, n).items()]
+def markers(tokenizer: Any, user: str = USER, bot: str = BOT) -> Markers:
+    return markers_of(user, bot, True, tokenizer)
 
 
 def stock(stories: Path, folder: Path, texts: list[str], kind: Any = trl.SFTTrainer, **changes: Any) -> Any:
@@ -167,3 +168,163 @@ def test_parts_may_be_left_out_where_the_template_tells_them(packing: bool, stor
     assert train_on_responses_only(trainer) is trainer
     [document, *_] = getattr(trainer.train_dataset, "documents", trainer.train_dataset)
     assert tokenizer.decode([label for label in document["labels"] if label != -100]).startswith("A cat.<|im_end|>")
+
+
+ROLES = (  # ChatML that keeps what each assistant calls, and writes tools' results under a role of their own
+    "{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+)
+BESIDE = (  # as Mistral: tools before the last question, results and the answer behind them without a header
+    "{% for m in messages %}{% if m.role == 'user' %}{% if loop.last and tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]"
+    "{% endif %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]{% else %}"
+    "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+WITHIN = (  # as Gemma 4: a call ends with the token that opens its result, and the turn goes on
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '[RESULT]' if messages[loop.index0 - 1].role == 'tool' }}"
+    "{{ m.content }}[/RESULT]{% else %}"
+    "{% if m.role == 'user' or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>{{ m.role }}\n{% endif %}"
+    "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}[RESULT]{% else %}<|im_end|>\n{% endif %}"
+    "{% endif %}{% endfor %}"
+)
+UNMARKED = WITHIN.replace("[/RESULT]", ")").replace("[RESULT]", "(")  # as Apertus, whose results end with "]"
+BLOCKS = CHATML.replace(  # as Nemotron 3: an empty block where nothing was thought
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}",
+)
+OPENS = CHATML.replace("{{ m.role }}\n", "{{ m.role }}{{ '[CALL]' if m.tool_calls else '\n' }}").replace(
+    "{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
+)
+TOOL_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": "asked"}}}
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "sys"},
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]},
+    {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "found"},
+    {"role": "assistant", "content": "said"},
+    {"role": "user", "content": "second"},
+    {"role": "assistant", "content": "bye"},
+    {"role": "user", "content": "third"},
+    {"role": "assistant", "content": "end"},
+]
+
+
+def with_control(template: str, eos: str = "<|im_end|>") -> Any:
+    tokenizer = byte_level(template)
+    tokens = [
+        "[TOOLS]",
+        "[/TOOLS]",
+        "[INST]",
+        "[/INST]",
+        "[RESULT]",
+        "[/RESULT]",
+        "[CALL]",
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens, "eos_token": eos})
+    return tokenizer
+
+
+def said_in(chat: list[dict[str, Any]], tokenizer: Any, parts: tuple[str, str] | None = None) -> list[str]:
+    found = parts or template_parts(tokenizer)
+    assert found[0] is not None and found[1] is not None
+    tools = [{"type": "function", "function": {"name": "f", "description": "known", "parameters": {}}}]
+    ids = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True)["input_ids"]
+    labels = response_labels(ids, markers_of(found[0], found[1], parts is not None, tokenizer), tokenizer)
+    return trained_text(tokenizer, ids, labels)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(
+    ("template", "eos", "end", "of_call"),
+    [
+        (ROLES, "<|im_end|>", "<|im_end|>", "<|im_end|>"),
+        (ROLES, "<s>", "<|im_end|>", "<|im_end|>"),  # a base model's tokenizer
+        (BESIDE, "<|im_end|>", "<|im_end|>", "<|im_end|>"),
+        (WITHIN, "<|im_end|>", "<|im_end|>", "[RESULT]"),
+    ],
+    ids=["roles", "base", "beside", "within"],
+)
+def test_tool_results_are_not_trained_and_answers_behind_them_are(
+    template: str, eos: str, end: str, of_call: str, given: bool
+) -> None:
+    tokenizer = with_control(template, eos)
+    parts = ("[INST]", "[/INST]") if template is BESIDE else ("<|im_start|>user\n", "<|im_start|>assistant\n")
+    if not given and eos != end:
+        assert template_parts(tokenizer) == (None, None)
+        return
+    call, *answers = said_in(CHAT[1:], tokenizer, parts if given else None)
+    assert "asked" in call and call.endswith(of_call) and "found" not in call
+    assert answers == [f"{word}{end}" for word in ("said", "bye", "end")]
+    call, *answers = said_in([*CHAT[1:4], CHAT[3], *CHAT[4:]], tokenizer, parts if given else None)
+    assert "asked" in call and answers == [f"{word}{end}" for word in ("said", "bye", "end")]
+
+
+def test_results_that_nothing_marks_are_refused(stories: Path, tmp_path: Path) -> None:
+    model, _ = adapted(stories)
+    tokenizer = with_control(UNMARKED)
+    model.resize_token_embeddings(len(tokenizer))
+    for turns, refused in ((CHAT[1:5], True), (CHAT[5:7], False)):
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        rows = Dataset.from_dict({"text": [text] * 2})
+        trainer = SFTTrainer(model, config(tmp_path, max_length=128), train_dataset=rows, processing_class=tokenizer)
+        if refused:
+            with pytest.raises(DataError, match=r"train_dataset: tool results, .* can't be told from answers"):
+                train_on_responses_only(trainer)
+        else:
+            train_on_responses_only(trainer)
+
+
+@pytest.mark.parametrize(
+    ("template", "more"), [(BLOCKS, {"reasoning_content": "hm"}), (OPENS, {"tool_calls": [TOOL_CALL]})]
+)
+def test_reasoning_and_calls_begin_with_less_than_answers(template: str, more: dict[str, Any]) -> None:
+    thought, plain = said_in([*CHAT[5:8], {**CHAT[8], **more}], with_control(template))[::-1]
+    assert (
+        plain == "bye<|im_end|>" and thought.endswith("<|im_end|>") and {"hm", "asked"} & {*re.findall(r"\w+", thought)}
+    )
+
+
+def test_answers_whose_end_is_not_trained_are_told(stories: Path, tmp_path: Path) -> None:
+    model, _ = adapted(stories)
+    tokenizer = with_control(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ '' if loop.last else eos_token }}{% endfor %}"
+    )
+    model.resize_token_embeddings(len(tokenizer))
+    rows = Dataset.from_list([{"messages": CHAT[7:]}] * 2)
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+    with pytest.warns(UserWarning, match=r"no answer ends with a special token, .*: end answers with <\|im_end\|>"):
+        train_on_responses_only(trainer)
+    with pytest.raises(ConfigError, match=r"begins with <\|im_end\|>, the end of answers"):
+        train_on_responses_only(trainer, "<|im_end|><|im_start|>user\n", "<|im_start|>assistant\n")
+
+
+def test_given_parts_train_no_other_answers() -> None:
+    tokenizer = with_control(BLOCKS)
+    parts = ("<|im_start|>user\n", "<|im_start|>assistant\n<think></think>")
+    assert said_in([*CHAT[5:8], {**CHAT[8], "reasoning_content": "hm"}], tokenizer, parts) == ["bye<|im_end|>"]
+    parts = ("<|im_start|>user\n", "<|im_start|>assistant\n<think>hm</think>")
+    assert said_in([*CHAT[1:8], {**CHAT[8], "reasoning_content": "hm"}], tokenizer, parts) == ["end<|im_end|>"]
+
+
+def test_an_end_that_only_a_last_turn_lacks_is_trained() -> None:
+    """As Apriel's, whose calls end with the token of all turns only when more follows."""
+    template = (
+        "{% for m in messages %}{{ '[RESULT]' if m.role == 'tool' else '[INST]' if m.role == 'user' else '[/INST]' }}"
+        "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{{ '' if loop.last else '<|im_end|>' }}{% endfor %}"
+    )
+    for eos in ("<|im_end|>", "<s>"):
+        call, *answers = said_in(CHAT[1:8], with_control(template, eos), ("[INST]", "[/INST]"))
+        assert call.endswith("<|im_end|>") and answers == ["said<|im_end|>", "bye<|im_end|>"]
+
+
+def test_a_template_that_writes_results_like_answers_trains_their_ends() -> None:
+    """As Llama 2's, which knows no tools."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    assert said_in(CHAT[5:], with_control(template)) == ["bye<|im_end|>", "end<|im_end|>"]
+    base = with_control(template.replace("eos_token", "'<|im_end|>'"), "<s>")
+    assert said_in(CHAT[5:], base, ("[INST]", "[/INST]")) == ["bye<|im_end|>", "end<|im_end|>"]

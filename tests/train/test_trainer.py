@@ -37,7 +37,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
-from pronghorn.train.check_turns import check_turns
+from pronghorn.train.check_turns import check_rendered, check_turns
 from pronghorn.train.checkpoint import checkpoints, keep_newest
 from pronghorn.train.control import trained_seconds
 from pronghorn.train.counters import StepCounters
@@ -439,6 +439,73 @@ def test_messages_that_say_nothing_are_refused(stories: Path, tmp_path: Path) ->
             with pytest.raises(DataError, match=told.replace("row 2", "row 1")):
                 SFTTrainer(model, config(tmp_path), train_dataset=dataset.select([1, 0]), tokenizer=tokenizer)
             check_turns("train_dataset", dataset.select([0]), "messages")  # a call needs no content
+
+
+def test_second_calls_that_the_template_leaves_out_are_refused(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].function.name }}")
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": x}}} for x in (1, 2)]
+    one, two = ([{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls[:n]}] for n in (1, 2))
+    for rows in ([one, two], [two]):
+        with pytest.raises(DataError, match="leaves the tool call 'f' out: "):
+            dataset = Dataset.from_list([{"messages": row} for row in rows])
+            SFTTrainer(model, config(tmp_path), train_dataset=dataset, tokenizer=tokenizer)
+    check_rendered("train_dataset", Dataset.from_list([{"messages": one}]), tokenizer, False)
+
+
+def test_prompts_that_their_completion_rewrites_are_refused(stories: Path, tmp_path: Path) -> None:
+    """As Mistral Nemo's, whose system message stands before the last question: TRL would train the question."""
+    model, tokenizer = adapted(stories)
+    moved = "{% if m.role == 'user' and loop.last %}{{ messages[0].content }}{% endif %}{{ m.content }}"
+    words = ["be kind", "why", "so", "really", "yes"]
+    system, *turns = (
+        {"role": role, "content": word}
+        for role, word in zip(("system", *("user", "assistant") * 2), words, strict=True)
+    )
+    rows = Dataset.from_list([{"prompt": [system, *turns[:3]], "completion": turns[3:]}] * 2)
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", moved)
+    with pytest.raises(DataError, match="train_dataset row 1: the chat template renders the prompt otherwise"):
+        SFTTrainer(model, config(tmp_path), train_dataset=rows, tokenizer=tokenizer)
+    tokenizer.chat_template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # is not said
+    check_rendered("train_dataset", rows, tokenizer, False)
+    same = [{**turn, "content": "yes"} for turn in turns]
+    check_rendered("train_dataset", Dataset.from_list([{"prompt": same[:3], "completion": same[3:]}]), tokenizer, False)
+
+
+def test_what_the_template_leaves_out_of_last_answers_is_told(stories: Path, tmp_path: Path) -> None:
+    _, tokenizer = adapted(stories)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    plain, thought = [asked, said], [asked, {**said, "reasoning_content": "hm"}]
+    inline = [asked, {**said, "content": "<think>hm</think>b"}]
+    parts = [{"prompt": row[:1], "completion": row[1:]} for row in (plain, inline)]
+    sets = [Dataset.from_list(parts), Dataset.from_list([{"messages": row} for row in (plain, thought)])]
+    stripped = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")  # as DeepSeek R1's
+    unended = CHATML.replace("<|im_end|>", "{{ '' if loop.last else '<|im_end|>' }}")  # as Apertus'
+    for rows, template, told in (
+        (sets[0], stripped, "leaves out what the assistant thinks"),
+        (sets[1], CHATML, "leaves out what the assistant thinks"),
+        (sets[1], unended, "not trained to stop"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.warns(UserWarning, match=f"train_dataset: .*{told}"):
+            check_rendered("train_dataset", rows, tokenizer, False)
+    tokenizer.chat_template = CHATML
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_rendered("train_dataset", sets[0], tokenizer, False)
+        check_rendered("train_dataset", sets[1], tokenizer, True)
+
+
+def test_texts_that_the_template_leaves_out_are_refused(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    tokenizer.chat_template = CHATML.replace(  # as SmolVLM's
+        "{{ m.content }}",
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}",
+    )
+    rows = Dataset.from_list([{"messages": [{"role": role, "content": "Who?"} for role in ("user", "assistant")]}])
+    with pytest.raises(DataError, match="contents are texts, and the chat template leaves them out"):
+        SFTTrainer(model, config(tmp_path), train_dataset=rows, tokenizer=tokenizer)
 
 
 def test_parts_are_trained_where_the_template_reads_them(stories: Path, tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 Labels are exact or refused. A conversation is rendered once whole and once up to each assistant turn, with
 `add_generation_prompt=True`; where the second is not the beginning of the first, or the assistant's text does not
 follow it as written, the model would be trained on something that it never sees when it answers, and the row is an
-error, unless tools or reasoning are why: such a turn becomes a document of its own, which ends with it, as the model
-sees it when it answers. The whole text is then tokenised once and the characters of a turn become tokens through the
-tokenizer's offsets; a token that lies on both sides of a boundary is an error too. A turn ends with its end-of-turn
-token: that is supervised (or generation never stops), and what a template writes after it (ChatML's newline) is not. In
-the first rows of a data set the text before each turn is tokenised once more by itself, as generation will do it: other
-tokens are an error.
+error, unless a system message, tools or reasoning are why: such a turn becomes a document of its own, which ends with
+it, as the model sees it when it answers. The whole text is then tokenised once and the characters of a turn become
+tokens through the tokenizer's offsets; a token that lies on both sides of a boundary is an error too. A turn ends with
+its end-of-turn token: that is supervised (or generation never stops), and what a template writes after it (ChatML's
+newline) is not. In a data set's first rows the text before each turn is tokenised again by itself: it must be the same.
 """
 
 import re
@@ -184,7 +183,8 @@ class Labeller:
 
     def _documents(self, row: Conversation, left: list[int], common: dict[str, Any]) -> list[Rendered]:
         """Render the whole conversation and, for turns that it rewrites, the conversation up to the last of them."""
-        excused = bool(row.tools) or any(m.reasoning or "tool_calls" in m.extra for m in row.messages)
+        why = (m.role == "system" or m.reasoning or "tool_calls" in m.extra for m in row.messages)
+        excused = bool(row.tools) or any(why)
         rendered: list[Rendered] = []
         end, more = len(row.messages), True
         while more:

@@ -9,8 +9,9 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,12 +23,17 @@ from pronghorn.text import short
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_PROBE = "pronghorn"
 LEADS = ("", " ", "<think>\n\n</think>\n\n", "<|channel|>final<|message|>")
 """What a template may write between its generation prompt and the assistant's text, for the model to generate: nothing
-(ChatML, Llama 3, Gemma), a space (Llama 2, Mistral), an empty reasoning block (Qwen3, last turn), gpt-oss's channel."""
-_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-"""What a generation prompt may end with: reasoning that it opens (Qwen3.5, DeepSeek R1) or leaves empty."""
-_EMPTY = ("<think>\n\n</think>\n\n", "<think></think>\n", "<think></think>")
+(ChatML, Llama 3, Gemma), a space (Llama 2, Mistral), an empty reasoning block (Qwen3, last turn), gpt-oss's channel.
+`_leads` finds others."""
+_OPENED = re.compile(
+    r"(?:(<think>)\s*(?:</think>\s*)?|(<\|channel>thought\n)<channel\|>|(<\|START_THINKING\|>)(?:<\|END_THINKING\|>)?)\Z"
+)
+"""What a generation prompt may end with: reasoning that it opens (Qwen3.5, DeepSeek R1, Command A) or leaves empty
+(Gemma 4's larger models)."""
+_EMPTY = ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think></think>\n", "<think></think>", "</think>")
 """What a template may write in its place before a turn without reasoning."""
 
 
@@ -238,7 +244,8 @@ def turns(
             if calls or message.reasoning:
                 end = said = _end_of_turn(row, index, start, text, tokenizer)
             else:
-                lead = next((lead for lead in LEADS if text.startswith(lead + message.content, start)), None)
+                leads = chain(LEADS, _leads(row, index, prompt, start, tokenizer))
+                lead = next((lead for lead in leads if text.startswith(lead + message.content, start)), None)
                 if lead is None:
                     raise DataError(
                         f"{at}: after the generation prompt the chat template writes "
@@ -252,6 +259,21 @@ def turns(
         except Rewritten as error:
             rewritten[index] = error
     return ranges, rewritten
+
+
+def _leads(
+    row: Conversation, index: int, prompt: str, start: int, tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[str]:
+    """Yield what the template writes from `start` to whatever the message says, for the model to generate behind the
+    generation prompt (Kimi K2 Thinking's empty block, functionary's recipient): in a last turn, and in the row's.
+    Nothing if the template doesn't know generation prompts: it would be the turn's header."""
+    if render(row.messages[:index], row.tools, tokenizer, row.source, answer=False) == prompt:
+        return
+    said = (*row.messages[:index], replace(row.messages[index], content=_PROBE), *row.messages[index + 1 :])
+    for messages in (said[: index + 1], said):
+        text = render(messages, row.tools, tokenizer, row.source, answer=False)
+        if (end := text.find(_PROBE, start)) >= 0:
+            yield text[start:end]
 
 
 def _begin(message: Message, prompt: str, text: str) -> int | None:
@@ -268,7 +290,7 @@ def _begin(message: Message, prompt: str, text: str) -> int | None:
                 return len(before + block)
     if text.startswith(prompt):
         return len(prompt)
-    if not opened or not text.startswith(before + "<think>" if message.reasoning else before):
+    if not opened or not text.startswith(before + opened[opened.lastindex or 0] if message.reasoning else before):
         return None
     return len(before)
 
@@ -311,7 +333,7 @@ def _end_of_turn(row: Conversation, index: int, start: int, text: str, tokenizer
 
 
 def _check_holds(text: str, parts: Sequence[str], problem: str) -> None:
-    missing = next((part for part in parts if part not in text), None)
+    missing = next((part for part in parts if text.count(part) < parts.count(part)), None)
     if missing is not None:
         raise DataError(f"{problem} {clip(missing)} out", "use a chat template that renders tools and their calls")
 

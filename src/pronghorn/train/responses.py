@@ -7,25 +7,26 @@ data set is tokenised already, where the text is gone and the ids of the markers
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.text import counted, does
+from pronghorn.train.response_markers import Markers, response_labels
+from pronghorn.train.template_parts import markers_of, template_parts, unclear_results
 from pronghorn.unsloth_names import refuse_arguments
 
 Trainer = TypeVar("Trainer")
-Ids = tuple[int, ...]
 
 
 def train_on_responses_only(
     trainer: Trainer, instruction_part: str | None = None, response_part: str | None = None, **unsupported: Any
 ) -> Trainer:
     """Train only what follows a `response_part` up to the next `instruction_part` (or the document's end).
+
+    Tool results and turns of other roles within are not trained; answers that the chat template writes right behind a
+    tool's result are.
 
     Args:
         trainer: a `pronghorn.SFTTrainer` or `trl.SFTTrainer`; its train and evaluation sets get new labels.
@@ -36,8 +37,10 @@ def train_on_responses_only(
         The same trainer. No token becomes supervised that wasn't before. Documents with no label left are dropped,
         and a warning counts them.
     Raises:
-        ConfigError: a part that is missing (and the chat template doesn't tell it) or empty, or two that are the same.
-        DataError: no document holds the response part, or the data set has no `input_ids`.
+        ConfigError: a part that is missing (and the chat template doesn't tell it) or empty, two that are the same, or
+            an instruction part that begins with the EOS token, which ends the answer before.
+        DataError: no document holds the response part, the data set has no `input_ids`, or documents hold tool results
+            that can't be told from answers.
         UnsupportedError: a streamed data set; rows that TRL wrapped without keeping where documents begin; another
             argument than Unsloth's `force_match`, `tokenizer` and `num_proc`, which decide nothing here.
     """
@@ -46,7 +49,8 @@ def train_on_responses_only(
     owner: Any = trainer
     if not hasattr(owner, "processing_class"):
         raise ConfigError(f"train_on_responses_only got a {type(trainer).__name__}", "give the SFTTrainer")
-    if instruction_part is response_part is None:
+    given = not (instruction_part is response_part is None)
+    if not given:
         instruction_part, response_part = template_parts(owner.processing_class)
     if instruction_part is None or response_part is None:
         parts = {"instruction_part": instruction_part, "response_part": response_part}
@@ -56,136 +60,23 @@ def train_on_responses_only(
             "give what begins a user's turn and what begins an assistant's, as the chat template writes them: of "
             "ChatML instruction_part='<|im_start|>user\\n', response_part='<|im_start|>assistant\\n'",
         )
-    instruction = _spellings(instruction_part, owner.processing_class, "instruction")
-    response = _spellings(response_part, owner.processing_class, "response")
-    if instruction.keys() & response.keys():
-        raise ConfigError(
-            f"instruction_part {instruction_part!r} and response_part {response_part!r} have the same tokens",
-            "give what begins a user's turn and what begins an assistant's",
-        )
-    markers = _markers(instruction, response)
+    markers = markers_of(instruction_part, response_part, given, owner.processing_class)
+    unclear = unclear_results(markers, owner.processing_class)
     done: dict[str, Any] = {}
     for name in ("train_dataset", "eval_dataset"):
         dataset = getattr(owner, name, None)
         if isinstance(dataset, dict):
-            done[name] = {key: _relabelled(part, f"{name} {key}", markers, owner) for key, part in dataset.items()}
+            done[name] = {
+                key: _relabelled(part, f"{name} {key}", markers, unclear, owner) for key, part in dataset.items()
+            }
         elif dataset is not None:
-            done[name] = _relabelled(dataset, name, markers, owner)
+            done[name] = _relabelled(dataset, name, markers, unclear, owner)
     for name, dataset in done.items():  # all or none: an error leaves the trainer as it was
         setattr(owner, name, dataset)
     return trainer
 
 
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """One spelling of a part: `ids` between the white space `lead`, which may be in the token before, and `tail`, which
-    may be in one token with what comes after. `begins` a response, or ends one."""
-
-    ids: Ids
-    lead: str
-    tail: str
-    begins: bool
-
-
-def _markers(instruction: dict[Ids, tuple[str, str]], response: dict[Ids, tuple[str, str]]) -> list[Marker]:
-    """Return the markers of both parts' spellings."""
-    markers = [Marker(ids, *around, begins=False) for ids, around in instruction.items()]
-    return markers + [Marker(ids, *around, begins=True) for ids, around in response.items()]
-
-
-def template_parts(tokenizer: Any) -> tuple[str, str] | tuple[None, None]:
-    """Return what begins a user's turn and what begins an assistant's, as the chat template writes them between turns;
-    None for both where labels by them wouldn't train two answers with the tokens that end them, and nothing else."""
-    words, end = ("Alpha", "Bravo", "Charlie", "Delta", "Echo"), str(getattr(tokenizer, "eos_token", None))
-    turns = [{"role": ("user", "assistant")[at % 2], "content": word} for at, word in enumerate(words)]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-        between = [text.partition(before)[2].partition(after)[0] for before, after in pairwise(words)]
-        response, instruction = (part.rpartition(end)[2].lstrip("\n") for part in between[:2])
-        markers = _markers(*(_spellings(part, tokenizer, "template's") for part in (instruction, response)))
-    except Exception:  # a template is a program
-        return None, None
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    trained = [label for label in response_labels(ids, markers, tokenizer) if label != IGNORE_INDEX]
-    said = str(tokenizer.decode(trained)).replace(end, " ").split()
-    exact = said == [words[1], words[3]] and trained.count(tokenizer.eos_token_id) == 2
-    return (instruction, response) if exact else (None, None)
-
-
-def response_labels(ids: Sequence[int], markers: Iterable[Marker], tokenizer: Any) -> list[int]:
-    """Return one document's labels: `ids` after a response marker up to the next instruction marker, -100 elsewhere.
-
-    Where several markers match, the one of most tokens counts. Neither the first token nor one that a marker shares
-    with the text after it is supervised.
-    """
-    ordered = sorted(markers, key=lambda marker: -len(marker.ids))
-    labels = [IGNORE_INDEX] * len(ids)
-    at, answering = 0, False
-    while at < len(ids):
-        for marker in ordered:
-            if tuple(ids[at : at + len(marker.ids)]) == marker.ids and _after(marker.lead, ids[:at], tokenizer):
-                end = _past(marker.tail, ids, at + len(marker.ids), tokenizer)
-                if end is not None:
-                    at, answering = end, marker.begins
-                    break
-        else:
-            if answering:
-                labels[at] = ids[at]
-            at += 1
-    return labels
-
-
-def _after(lead: str, before: Sequence[int], tokenizer: Any) -> bool:
-    """Tell whether the text before ends with `lead`; nothing before but special tokens will do too."""
-    if not lead or all(token in tokenizer.all_special_ids for token in before):
-        return True
-    return str(tokenizer.decode(list(before[-1 - len(lead) :]))).endswith(lead)
-
-
-def _past(tail: str, ids: Sequence[int], at: int, tokenizer: Any) -> int | None:
-    """Return the position where the tokens from `at` on have spelled `tail`, or None if they spell something else."""
-    for end in range(at, min(at + len(tail), len(ids)) + 1):
-        text = str(tokenizer.decode(list(ids[at:end]))) if end > at else ""
-        if text.startswith(tail):
-            return end
-        if not tail.startswith(text):
-            return None
-    return None
-
-
-def _spellings(part: str, tokenizer: Any, name: str) -> dict[Ids, tuple[str, str]]:
-    """Return the token ids of a marker, each with the white space that must come before and after it.
-
-    Many tokenizers spell a marker otherwise at a text's beginning than after other text: SentencePiece has "▁###" after
-    a space and "###" after a newline. A newline that begins the part may be one token with what stands before it, and
-    one that ends it with the newline that a turn begins with.
-
-    A space that ends the part may be one token with the word that follows, so a spelling without it counts too.
-    """
-    if not isinstance(part, str) or not part.strip():
-        raise ConfigError(f"{name}_part is {part!r}", f"give the text that begins each {name}")
-
-    def ids(text: str) -> Ids:
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    lead = part[: len(part) - len(part.lstrip())]
-    tail = part[len(part.rstrip()) :]
-    bodies = [(part, ("", "")), (part.rstrip(" "), ("", ""))]
-    bodies += [(part.lstrip(), (lead, "")), (part.strip(" ").lstrip(), (lead, ""))]
-    if tail.strip(" "):
-        bodies += [(part.rstrip(), ("", tail)), (part.strip(), (lead, tail))]
-    spellings: dict[Ids, tuple[str, str]] = {}
-    for body, around in bodies:
-        spellings.setdefault(ids(body), around)
-        for before in ("\n", " ", "a", "."):
-            whole, alone = ids(before + body), ids(before)
-            if whole[: len(alone)] == alone:
-                spellings.setdefault(whole[len(alone) :], around)
-    spellings.pop((), None)
-    return spellings
-
-
-def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) -> Any:
+def _relabelled(dataset: Any, name: str, markers: Markers, unclear: list[int], trainer: Any) -> Any:
     """Return the data set with the new labels, without the documents that have none left."""
     documents: Any = dataset.documents if isinstance(dataset, PackedRows) else dataset
     if not hasattr(documents, "__len__"):
@@ -201,6 +92,13 @@ def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) ->
             f"{name} is packed without its documents' lengths", "set packing_strategy='bfd' or packing=False"
         )
 
+    if unclear and any(_holds(list(document["input_ids"]), unclear) for document in documents):
+        raise DataError(
+            f"{name}: tool results, which the chat template writes so that by instruction_part and response_part they "
+            "can't be told from answers",
+            "leave rows with tool results out, or train by a recipe (pronghorn train), which finds answers by the "
+            "chat template",
+        )
     labels = [_labels_of(document, markers, trainer.processing_class) for document in documents]
     kept = [index for index, row in enumerate(labels) if any(label != IGNORE_INDEX for label in row)]
     if not kept:
@@ -215,6 +113,12 @@ def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) ->
             stacklevel=3,
         )
     labels = [labels[index] for index in kept]
+    if markers.control and all(markers.control.isdisjoint(row) for row in labels):
+        warnings.warn(
+            f"{name}: no answer ends with a special token, and the model is not trained to stop: end answers with "
+            f"{trainer.processing_class.eos_token}",
+            stacklevel=3,
+        )
     if isinstance(dataset, PackedRows):
         ids = [list(documents[index]["input_ids"]) for index in kept]
         rows = [{"input_ids": i, "labels": row} for i, row in zip(ids, labels, strict=True)]
@@ -226,7 +130,11 @@ def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) ->
     return chosen.add_column("labels", labels)
 
 
-def _labels_of(row: Any, markers: list[Marker], tokenizer: Any) -> list[int]:
+def _holds(ids: list[int], tokens: list[int]) -> bool:
+    return any(ids[at : at + len(tokens)] == tokens for at, token in enumerate(ids) if token == tokens[0])
+
+
+def _labels_of(row: Any, markers: Markers, tokenizer: Any) -> list[int]:
     """Return the labels of a row of one document, or of as many as its `seq_lengths` says."""
     ids, before = list(row["input_ids"]), row.get("labels") or row["input_ids"]
     labels: list[int] = []

@@ -24,7 +24,7 @@ from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
 from pronghorn.train import prepared_rows
-from pronghorn.train.check_turns import check_calls, check_parts, check_roles, check_turns
+from pronghorn.train.check_turns import check_parts, check_rendered, check_roles, check_turns
 
 _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
@@ -97,7 +97,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
                 check_parts(name, row, tokenizer)
                 check_roles(name, row, tokenizer)
                 _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
-                check_calls(name, dataset, tokenizer)
+                check_rendered(name, dataset, tokenizer, args.assistant_only_loss)
 
 
 def _check_formatting(formats: Callable[[Any], Any], row: dict[str, Any]) -> None:
