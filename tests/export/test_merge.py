@@ -214,6 +214,18 @@ def test_a_tied_head_of_a_family_that_no_file_knows_has_other_names(tmp_path: Pa
     assert torch.allclose(plain(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-4)
 
 
+@pytest.mark.parametrize("model_type", ["hrm_text", "inkling_text"])
+def test_strange_classes_are_merged(tmp_path: Path, model_type: str) -> None:
+    """HRM's files join linears of several modules; Inkling's configuration doesn't say whether its head is tied."""
+    save_merged(with_adapters(tiny(model_type)), None, tmp_path / "merged", dtype=torch.float32)  # which compares
+
+
+def test_a_model_without_attention_is_merged(tmp_path: Path) -> None:
+    """As a Qwen3.5 cut to three layers is, for which transformers' cache fails."""
+    model = tiny_model("qwen3_5_text", num_hidden_layers=3, layer_types=["linear_attention"] * 3)
+    save_merged(with_adapters(model), None, tmp_path / "merged", dtype=torch.float32)
+
+
 def test_a_head_with_a_bias_whose_rows_were_trained_is_refused(tmp_path: Path) -> None:
     """PEFT computes it without the bias, and no plain model does."""
     lora = LoraConfig(r=4, target_modules="all-linear", trainable_token_indices={"tok_embeddings": [3, 5]})

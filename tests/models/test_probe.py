@@ -308,6 +308,40 @@ def test_chunks_that_are_counted_from_the_row_s_start_are_refused(monkeypatch: p
         generic.chunks_follow_documents.cache_clear()
 
 
+def test_rows_in_which_queries_are_scaled_by_their_place_are_refused() -> None:
+    """Llama 4's layers without RoPE count a row's tokens, further than the probe's row goes."""
+    config = causal_lms.small_config("llama4_text")
+    config.attention_chunk_size, config.floor_scale, config.attn_scale = 512, 300, 0.5
+    config.no_rope_layers = [1, 0, 1]
+    config.layer_types = ["chunked_attention", "full_attention", "chunked_attention"]
+    model = causal_lms.generic(config)
+    lengths = [100, 99, 100]
+    row = batch(lengths)
+    alone = [model(input_ids=ids, use_cache=False).logits[0] for ids in row["input_ids"][:, :299].split(lengths, 1)]
+    pronghorn.attach(model)
+    packed = model(**{name: value for name, value in row.items() if name != "labels"}).logits[0]
+    torch.testing.assert_close(packed[:299], torch.cat(alone), rtol=1e-3, atol=1e-3)
+    with pytest.raises(UnsupportedError, match=r"documents of 301 tokens.* beyond 299 .*take rows of 299 tokens"):
+        model(**batch([100, 101, 100]))
+    assert model(**batch([350])).loss.isfinite()  # by itself it is in its own place
+
+
+def test_a_row_s_tail_does_not_count_in_the_routers_auxiliary_loss() -> None:
+    balanced = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = generic_model("qwen2_moe", **ROUTED, **balanced)
+    pronghorn.attach(model)
+    found = []
+    for tail in (0, 43):
+        ids = torch.randint(
+            3, SMALL["vocab_size"], (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        out = model(**Collator(sum(LENGTHS) + tail, 0)([{"input_ids": ids, "labels": ids, "lengths": LENGTHS}]))
+        out.loss.backward()
+        found.append([out.loss, out.aux_loss, *(layer.mlp.gate.weight.grad for layer in model.model.layers)])
+        model.zero_grad()
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_forward_that_fails_is_an_error_with_its_cause() -> None:
     model = generic_model("gpt_neox")
     pronghorn.attach(model)

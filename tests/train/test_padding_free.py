@@ -23,6 +23,7 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.compute import Compute
 from pronghorn.train import padding_free
+from support.causal_lms import generic, small_config
 from support.generic import generic_model
 from support.tiny import tiny_model
 from support.trainers import config
@@ -161,6 +162,12 @@ def dynamic() -> Any:
     return add_lora(tiny_model("llama", max_position_embeddings=32, rope_parameters=rope), r=2)
 
 
+def llama4() -> Any:
+    config = small_config("llama4_text")
+    config.no_rope_layers, config.layer_types = [1, 0, 1], ["chunked_attention", "full_attention", "chunked_attention"]
+    return generic(config)
+
+
 @pytest.mark.parametrize(
     ("make", "changes", "why"),
     [
@@ -168,6 +175,7 @@ def dynamic() -> Any:
         (virtual, {}, "PROMPT_TUNING puts virtual tokens"),
         (own_loss, {}, "loss_function is its own"),
         (dynamic, {}, "beyond 32 tokens this model's RoPE"),
+        (llama4, {}, "scales queries of tokens beyond 8,191 by their place in a row"),
         (lambda: generic_model("mamba2"), {}, "mamba2 can't be trained on packed rows here: documents mix"),
     ],
 )

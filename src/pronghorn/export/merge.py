@@ -139,12 +139,21 @@ def write_model(
     for name in tied_names(plain):
         del expected[name]
     as_saved = as_files(expected)
-    # what is renamed or split together (a layer's experts) lies in one module
+    # what is renamed or split together (a layer's experts) lies in one module, or in modules that files join
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in expected.items():
         modules.setdefault(name.rpartition(".")[0], {})[name] = tensor
-    module_of = {name: module for module, own in modules.items() for name in as_files(own)}
-    if module_of.keys() != as_saved.keys():  # but not in this model: read all, and rename then
+    module_of: dict[str, str] = {}
+    for module in [*modules]:
+        names = as_files(modules[module])
+        first = next((module_of[name] for name in names if name in module_of), module)
+        if first != module:
+            modules[first] |= modules.pop(module)
+        module_of |= dict.fromkeys(names, first)
+    made = {name: tensor.shape for own in modules.values() for name, tensor in as_files(own).items()}
+    if made != {
+        name: tensor.shape for name, tensor in as_saved.items()
+    }:  # but not in this model: read all, rename then
         modules, module_of = {"": expected}, dict.fromkeys(as_saved, "")
     in_order = [modules[module] for module in dict.fromkeys(module_of[name] for name in as_saved)]
     read = (dict(load((stored[name] for name in own), expected=own)) for own in in_order)
@@ -188,10 +197,9 @@ def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor])
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     # `modules_to_save` trains a copy of a tied head or embedding: tying them again would drop one of the two
-    pairs = base.all_tied_weights_keys.items() if config.tie_word_embeddings else ()
-    config.tie_word_embeddings = config.tie_word_embeddings and all(
-        torch.equal(stored[tied].read(), stored[name].read()) for tied, name in pairs
-    )
+    tied = base.all_tied_weights_keys.items() if getattr(config, "tie_word_embeddings", False) else ()
+    if not all(torch.equal(stored[name].read(), stored[other].read()) for name, other in tied):
+        config.tie_word_embeddings = False
     with torch.device("meta"):
         plain = plain_class(base)(config).to(dtype)
     plain.tie_weights()
@@ -300,11 +308,12 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
     tokens = torch.arange(32, device=base.device)[None] * 7 % base.config.vocab_size
     tokens[0, -4:] = base.config.vocab_size - 1 - torch.arange(4, device=base.device)  # where new tokens are
     with in_evaluation(model):
-        adapted = model(input_ids=tokens).logits.float()
+        # a cache is for attention's layers, and a model may have none
+        adapted = model(input_ids=tokens, use_cache=False).logits.float()
         plain = None
         if hasattr(model, "disable_adapter"):
             with model.disable_adapter():
-                plain = model(input_ids=tokens).logits.float()
+                plain = model(input_ids=tokens, use_cache=False).logits.float()
     if not adapted.isfinite().all():
         raise TrainingError(
             "the adapted model's own logits hold NaN or infinity, before anything is merged",
@@ -322,7 +331,7 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
         place = place_beside(base.device, stored * computed.itemsize // dtype.itemsize)
         reloaded = loader.from_pretrained(folder, dtype=computed, device_map={"": place}, **options).eval()
         try:
-            merged = reloaded(input_ids=tokens.to(place)).logits.to(adapted)
+            merged = reloaded(input_ids=tokens.to(place), use_cache=False).logits.to(adapted)
         except (AttributeError, TypeError) as problem:  # Llama 4 with its tower in transformers 5.24
             failing = type(reloaded).__name__
             raise UnsupportedError(

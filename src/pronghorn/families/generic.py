@@ -97,6 +97,18 @@ def limits_to_cross(config: Any) -> dict[str, int]:
     return {name: n for name, n in numbers.items() if any(word in name for word in words) and "layer" not in name}
 
 
+def scales_queries_from(config: Any) -> int | None:
+    """Return how many tokens of a row come before the first whose queries are scaled by its place, or None.
+
+    Llama 4's layers without RoPE scale queries at every `floor_scale` tokens, and transformers counts those of the row,
+    whatever `position_ids` say: documents are scaled as alone only where none is.
+    """
+    floor: int | None = getattr(config, "floor_scale", None)
+    if not floor or not getattr(config, "attn_temperature_tuning", False) or all(config.no_rope_layers):
+        return None
+    return floor - 1
+
+
 @functools.cache
 def chunks_follow_documents() -> bool:
     """Tell whether the chunks of transformers' masks begin anew with each document of a packed row. Older versions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -75,7 +76,8 @@ def family_of(config: Any) -> FamilySpec:
         if value not in values:
             raise UnsupportedError(
                 f"config.{name} = {value!r} is not served by packed attention",
-                f"set config.{name} to {values[0]!r} if the model allows it",
+                f"copy the model's folder and set {name} to {json.dumps(values[0])} in its config.json, if the model "
+                "allows it: its layers read it when they are made",
             )
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):

@@ -14,6 +14,7 @@ import torch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.generic import text_config
 from pronghorn.loading.composite import Composite
+from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_checkpoint import method_of
 from pronghorn.loading.stored_4bit import check_4bit
 from pronghorn.models.adapter_files import CLASSIFIES
@@ -40,6 +41,8 @@ _NEEDED = (
     *("head_dim", "vocab_size", "max_position_embeddings"),
 )
 """Sizes of which 0 is damage, too: something is divided by them, or nothing fits."""
+_OF_EACH_LAYER = ("intermediate_size", "moe_intermediate_size")
+"""Sizes that may be a list (Gemma 3n)."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _REMEDY = "copy or download the model again: configuration and weights must be of one model"
@@ -63,7 +66,9 @@ def check_sizes(name: str | Path, table: dict[str, Any]) -> None:
     for size, most in LIMITS.items():
         value = table.get(size)
         least = int(size in _NEEDED)
-        if value is not None and (not isinstance(value, int) or not least <= value <= most):
+        several = size in _OF_EACH_LAYER and isinstance(value, list)
+        numbers = [] if value is None else value if several else [value]
+        if not all(isinstance(number, int) and least <= number <= most for number in numbers):
             raise DataError(f"{name}: {size} {str(value)[:40]} is not an integer from {least} to {most:,}", _REMEDY)
 
 
@@ -169,6 +174,8 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: C
             round; another number of layers than the weights have, or another vocabulary or width; of a model with
             towers, too, a tensor that is none of its parts'.
     """
+    from transformers import AutoModelForCausalLM
+
     stored = [tensor for file in files for tensor in checkpoint(file)]
     _check_stored(folder, files, stored, config, composite)
     family = check_config(config)
@@ -178,7 +185,9 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: C
     if composite is not None:
         named = ((composite.inside(key), shape) for key, shape in shapes.items())
         shapes = {key: shape for key, shape in named if key is not None}
-    check_layers(folder, "num_hidden_layers", config.num_hidden_layers, shapes, _LAYER)
+    kinds: Any = AutoModelForCausalLM._model_mapping
+    own = [key for key in shapes if not is_left_out(kinds[type(config)], config, key)]
+    check_layers(folder, "num_hidden_layers", config.num_hidden_layers, own, _LAYER)
     plain = getattr(config, "quantization_config", None) is None  # else the head may be packed
     ends = tuple(f"{name}.weight" for name in ([family.embeddings, family.head] if plain else [family.embeddings]))
     expected = [config.vocab_size, config.hidden_size]

@@ -10,7 +10,6 @@ what they look for. The device never holds more than the model, or this process'
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.loading.composite import Composite
+from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_checkpoint import fetched, language_source, read_generation_config
 from pronghorn.loading.share import SharedLoading
 from pronghorn.loading.skeleton import fill, tied_names, without_weights
@@ -55,7 +55,7 @@ class Skeleton:
         quantised = {name for name in self.expected if quantizer and quantizer.param_needs_quantization(model, name)}
 
         def rename(name: str) -> str | None:
-            return None if name in tied or _is_ignored(model, name) else name
+            return None if name in tied or is_left_out(model, model.config, name) else name
 
         def quantise(name: str, tensor: Tensor) -> Tensor:
             if name not in quantised:
@@ -84,7 +84,7 @@ def why_not(skeleton: Skeleton, folder: Path, composite: Composite | None) -> st
     names = [stored.name for stored in language_source(folder, composite)]
     rules = [rule for rule in get_model_conversion_mapping(model) if not isinstance(rule, WeightRenaming)]
     joined = {_renamed(model, name, skeleton.expected) for name in names} - skeleton.expected.keys() - tied
-    if rules and any(not _is_ignored(model, name) for name in joined):
+    if rules and any(not is_left_out(model, model.config, name) for name in joined):
         return "the checkpoint's experts or linears are apart, and transformers joins them"
     if model._get_dtype_plan(skeleton.dtype):
         return "some of its weights stay in float32"
@@ -142,8 +142,3 @@ def _renamed(model: Any, name: str, expected: dict[str, Tensor]) -> str:
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     new: str = rename_source_key(name, renamings, [], model.base_model_prefix, expected)[0]
     return new
-
-
-def _is_ignored(model: Any, name: str) -> bool:
-    """Tell whether a class says that checkpoints hold this tensor and it doesn't."""
-    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())

@@ -29,7 +29,7 @@ def without_weights(config: Any, dtype: torch.dtype, attention: str | None) -> A
 def tied_names(model: Any) -> set[str]:
     """Return the names of parameters that are others, too, and may be in a checkpoint or not."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return set(tied) if model.config.tie_word_embeddings else set()
+    return set(tied) if getattr(model.config, "tie_word_embeddings", False) else set()
 
 
 def fill(

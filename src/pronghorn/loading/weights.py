@@ -16,6 +16,7 @@ from torch import nn
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.loading.composite import Composite
+from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.nf4_experts import config_class
 from pronghorn.loading.packed_checkpoint import fetched, format_of, method_of, quantisation_of, read_generation_config
 from pronghorn.loading.packed_formats import FORMATS, check_experts
@@ -64,7 +65,7 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
             f"({', '.join(lost[:3])} ...)",
             remedy,
         )
-    extra = sorted(info["unexpected_keys"])
+    extra = sorted(key for key in info["unexpected_keys"] if not is_left_out(model, model.config, key))
     if extra:
         raise DataError(
             f"{name} holds {counted(len(extra), 'tensor')} that {does(len(extra), 'have')} no place in the model "

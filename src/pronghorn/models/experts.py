@@ -238,18 +238,35 @@ def balancing_loss(
         router_logits: [T, E] of each layer; labels: int64 [1, T], unshifted, -100 where nothing is predicted.
         num_items: the supervised tokens of the accumulated batch; None for this batch's own.
     """
-    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    if function is None:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no auxiliary loss that we know", "set config.output_router_logits to false"
-        )
     upto = pad((labels.flatten() != IGNORE_INDEX).cumsum(0), (1, 0))
     counts = upto[packed.cu_seqlens[1:]] - upto[packed.cu_seqlens[:-1]]
     counted = (counts > 0)[packed.document_ids]
     if not packed.n_labels:  # the mean over no tokens would be NaN
         return router_logits[0].sum() * 0
-    aux = function(router_logits, model.num_experts, model.num_experts_per_tok, counted[None])
+    aux = _balancing_loss(model, router_logits, counted)
     return aux if num_items is None else aux * (packed.n_labels / num_items)
+
+
+def leave_tail_out(model: Any, outputs: Any, packed: PackedBatch) -> Any:
+    """Return what a model's own forward gave of a packed row, its auxiliary loss without the padded tail's tokens."""
+    aux, coefficient = getattr(outputs, "aux_loss", None), getattr(model, "router_aux_loss_coef", None)
+    if aux is None or coefficient is None or not packed.padding:
+        return outputs
+    counted = torch.arange(packed.tokens, device=aux.device) < packed.real_tokens
+    outputs.aux_loss = _balancing_loss(model, outputs.router_logits, counted)
+    if outputs.loss is not None:
+        outputs.loss = outputs.loss + coefficient * (outputs.aux_loss - aux)
+    return outputs
+
+
+def _balancing_loss(model: Any, router_logits: tuple[Tensor, ...], counted: Tensor) -> Tensor:
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if function is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no auxiliary loss that we know", "set config.output_router_logits to false"
+        )
+    loss: Tensor = function(router_logits, model.num_experts, model.num_experts_per_tok, counted[None])
+    return loss
 
 
 def gate(module: Any) -> Gate | None:

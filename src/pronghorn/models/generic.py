@@ -29,11 +29,13 @@ from pronghorn.families.generic import (
     TOLD,
     chunks_follow_documents,
     limits_to_cross,
+    scales_queries_from,
     text_config,
 )
 from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models import experts
 from pronghorn.models.causal_lm import PACKS, PackedCausalLM, has_own_loss
 from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import CHUNK_BYTES
@@ -134,6 +136,7 @@ class GenericPacking:
         check_causal(config, given)
         check_rope(self.model, packed)
         _check_chunks(config, packed)
+        _check_scaled_queries(config, packed)
         if self.way is None and _documents(packed) > 1:  # the first packed batch; a probe sets the way itself
             from pronghorn.models.probe import require_isolation
 
@@ -223,9 +226,10 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
         # Triton launches on the current device, which need not be the model's.
         with packing.told(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if own or labels is None:
-                return original.forward(self, **kwargs)
+                outputs: Any = original.forward(self, **kwargs)
+                return outputs if packed is None else experts.leave_tail_out(self, outputs, packed)
             return_dict = kwargs.pop("return_dict", None)
-            outputs: Any = original.forward(self, **kwargs)
+            outputs = original.forward(self, **kwargs)
             outputs["loss"] = logits_loss(outputs.logits, labels, rows, num_items_in_batch)
             outputs.move_to_end("loss", last=False)  # transformers gives it first: outputs[0], and of tuples
             if packed is not None:
@@ -279,6 +283,18 @@ def _check_chunks(config: Any, packed: PackedBatch) -> None:
             "version of transformers counts chunks from the row's start, not from each document's",
             f"upgrade transformers, take rows of {chunk:,} tokens, or train unpacked: packing.enabled: false in a "
             "recipe, SFTConfig(packing=False) in a script",
+        )
+
+
+def _check_scaled_queries(config: Any, packed: PackedBatch) -> None:
+    """Refuse a row of several documents that reaches to where queries are scaled by their place in the row."""
+    first, tokens = scales_queries_from(config), packed.real_tokens
+    if first is not None and _documents(packed) > 1 and tokens > first:
+        raise UnsupportedError(
+            f"a packed row holds documents of {tokens:,} tokens, and transformers scales queries of tokens beyond "
+            f"{first:,} (config.floor_scale) by their place in the row, not in their document",
+            f"take rows of {first:,} tokens at most, or train unpacked: packing.enabled: false in a recipe, "
+            "SFTConfig(packing=False) in a script",
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from pronghorn.data.batch import LONGEST_TAIL, TILE_ROWS, Collator, PackedBatch, coarse, round_up
 from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
+from pronghorn.families.generic import scales_queries_from, text_config
 from pronghorn.models.attach import Handle, attached
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import balances_experts, base_causal_lm, longest_tail, position_limits, rope_limit
@@ -134,6 +135,8 @@ def why_padded(model: Any, noise: Any, most: int | None) -> str | None:
         return f"documents see each other by {adapter}"
     if limit is not None and (most or limit + 1) > limit:
         return f"beyond {limit:,} tokens this model's RoPE depends on the longest document of a row"
+    if (first := scales_queries_from(text_config(base.config))) is not None:
+        return f"this model scales queries of tokens beyond {first:,} by their place in a row"
     return "the model's loss_function is its own" if has_own_loss(base) else None
 
 

@@ -96,7 +96,7 @@ class TransformersEngine:
 @torch.no_grad()
 def _distribution(model: Any, token_ids: Sequence[int]) -> Tensor:
     ids = torch.tensor([list(token_ids)[:-1]], device=model.device)
-    return torch.log_softmax(model(input_ids=ids).logits[0].float(), dim=-1).cpu()
+    return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), dim=-1).cpu()
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:

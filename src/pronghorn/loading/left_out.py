@@ -1,0 +1,24 @@
+"""Tensors that checkpoints hold and models leave out, by what their classes and configurations say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def is_left_out(model: Any, config: Any, name: str) -> bool:
+    """Tell whether a checkpoint may hold this tensor though the model has no place for it.
+
+    A class names such tensors. Layers that predict further tokens lie behind the model's own: transformers names those
+    of published models alone (layer 46 of GLM-4.5-Air), and the configuration says how many there are.
+
+    Args:
+        model: a causal LM or its class.
+        config: the language model's.
+    """
+    if any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ()):
+        return True
+    layer, further = _LAYER.search(name), getattr(config, "num_nextn_predict_layers", None) or 0
+    return layer is not None and 0 <= int(layer[1]) - config.num_hidden_layers < further
