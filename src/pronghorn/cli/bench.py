@@ -8,8 +8,7 @@ import typer
 from rich.table import Table
 
 from pronghorn.cli.console import Console, starting
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile
+from pronghorn.cli.options import Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from pronghorn.diagnose.speed import Comparison, Side
@@ -20,7 +19,6 @@ def bench(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps to time, of each.")] = 10,
     warmup: Annotated[int, typer.Option(min=1, help="Steps to run before those, of each.")] = 20,
-    debug: Debug = False,
 ) -> None:
     """Time RECIPE's training step against plain transformers and PEFT on this machine.
 
@@ -34,15 +32,14 @@ def bench(
 
       pronghorn bench my.yaml --steps 2 --warmup 1
     """
-    with plain_errors(debug):
-        from pronghorn.config.recipe import Recipe
+    from pronghorn.config.recipe import Recipe
 
-        settings = Recipe.load(recipe, overrides or [])
-        with starting():
-            from pronghorn.diagnose.speed import compare
+    settings = Recipe.load(recipe, overrides or [])
+    with starting():
+        from pronghorn.diagnose.speed import compare
 
-        comparison = compare(settings, Console(stderr=True, highlight=False), steps, warmup)
-        Console().print(_table(comparison, settings.model.name))
+    comparison = compare(settings, Console(stderr=True, highlight=False), steps, warmup)
+    Console().print(_table(comparison, settings.model.name))
 
 
 def _table(comparison: Comparison, model: str) -> Table:

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.cli.console import Console, starting
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import ApiKey, Debug, Timeout
+from pronghorn.cli.options import ApiKey, Timeout
 from pronghorn.errors import ConfigError, DataError, PronghornError
 from pronghorn.text import visible
 
@@ -48,7 +47,6 @@ def chat(
     ] = False,
     timeout: Timeout = 60.0,
     api_key: ApiKey = None,
-    debug: Debug = False,
 ) -> None:
     """Talk to the trained model and its base, side by side, with the chat template of the training.
 
@@ -65,36 +63,35 @@ def chat(
 
       pronghorn chat --served http://127.0.0.1:8000
     """
-    with plain_errors(debug):
-        if (run is None) == (served is None):
-            raise ConfigError("chat needs a run or --served, and one of them", "write e.g. pronghorn chat runs/mine")
-        if model is not None and served is None:
-            raise ConfigError("--model is the name of a server's model", "leave it out, or give --served URL")
-        if run is not None:
-            from pronghorn.records.finished import check_finished
+    if (run is None) == (served is None):
+        raise ConfigError("chat needs a run or --served, and one of them", "write e.g. pronghorn chat runs/mine")
+    if model is not None and served is None:
+        raise ConfigError("--model is the name of a server's model", "leave it out, or give --served URL")
+    if run is not None:
+        from pronghorn.records.finished import check_finished
 
-            check_finished(run)
-        with starting():
-            from pronghorn.train.chat import ServedChat, load_chat
+        check_finished(run)
+    with starting():
+        from pronghorn.train.chat import ServedChat, load_chat
 
-        session: ChatSession | ServedChat
-        if served is not None:
-            from pronghorn.export.engines.http import Server
-            from pronghorn.export.engines.openai import OpenAIServer
+    session: ChatSession | ServedChat
+    if served is not None:
+        from pronghorn.export.engines.http import Server
+        from pronghorn.export.engines.openai import OpenAIServer
 
-            server = OpenAIServer(Server(served, api_key, timeout), model)
-            session = ServedChat(server, system, max_new_tokens, temperature)
-        else:
-            assert run is not None
-            options = {} if system is None else {"system": system}
-            session = load_chat(
-                run,
-                trust_remote_code=trust_remote_code,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                **options,
-            )
-        converse(session, Console())
+        server = OpenAIServer(Server(served, api_key, timeout), model)
+        session = ServedChat(server, system, max_new_tokens, temperature)
+    else:
+        assert run is not None
+        options = {} if system is None else {"system": system}
+        session = load_chat(
+            run,
+            trust_remote_code=trust_remote_code,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            **options,
+        )
+    converse(session, Console())
 
 
 def converse(session: ChatSession | ServedChat, console: Console) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from pronghorn.cli.console import Console
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, tell_next, write_new
+from pronghorn.cli.options import tell_next, write_new
 from pronghorn.text import counted
 
 OTHERWISE = "name another file: --output OTHER.yaml"
@@ -20,7 +19,6 @@ def convert(
     output: Annotated[
         Path, typer.Option("--output", metavar="RECIPE", help="File to write. A file that exists is never replaced.")
     ] = Path("recipe.yaml"),
-    debug: Debug = False,
 ) -> None:
     """Convert a configuration of Axolotl or LLaMA-Factory into a recipe.
 
@@ -34,17 +32,16 @@ def convert(
       pronghorn convert llama3_lora_sft.yaml --output mine.yaml
     """
     console = Console(highlight=False, soft_wrap=True)
-    with plain_errors(debug):
-        from pronghorn.recipes.convert import convert as convert_file
+    from pronghorn.recipes.convert import convert as convert_file
 
-        tool, draft = convert_file(file)
-        write_new(
-            output,
-            draft.text([f"Made of {file.name} ({tool}) by `pronghorn convert`. Keys: pronghorn docs recipe"]),
-            OTHERWISE,
-        )
-        for name, why in draft.lost.items():
-            console.print(f"no equivalent  {name}: {why}", markup=False)
-        lost = f"{counted(len(draft.lost), 'key', 'have')} no equivalent"
-        console.print(f"{output} is written; {lost}.", markup=False)
-        tell_next(console, output)
+    tool, draft = convert_file(file)
+    write_new(
+        output,
+        draft.text([f"Made of {file.name} ({tool}) by `pronghorn convert`. Keys: pronghorn docs recipe"]),
+        OTHERWISE,
+    )
+    for name, why in draft.lost.items():
+        console.print(f"no equivalent  {name}: {why}", markup=False)
+    lost = f"{counted(len(draft.lost), 'key', 'have')} no equivalent"
+    console.print(f"{output} is written; {lost}.", markup=False)
+    tell_next(console, output)

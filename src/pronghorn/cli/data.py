@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from pronghorn.cli.console import Console, starting
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile
+from pronghorn.cli.options import Overrides, RecipeFile
 
 
 def inspect_data(
@@ -21,7 +20,6 @@ def inspect_data(
         Path | None,
         typer.Option("--html", metavar="PATH", help="Also write everything to one HTML page.", dir_okay=False),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Show what RECIPE's data become: which tokens are supervised, how long documents are, and how full rows get.
 
@@ -37,17 +35,16 @@ def inspect_data(
       pronghorn data inspect my.yaml data.loss_on=last model.max_seq_length=8192
     """
     console = Console()
-    with plain_errors(debug):
-        from pronghorn.config.recipe import Recipe
-        from pronghorn.records.page import check_page
+    from pronghorn.config.recipe import Recipe
+    from pronghorn.records.page import check_page
 
-        settings = Recipe.load(recipe, overrides or [])
-        check_page(html)
-        with starting():
-            from pronghorn.diagnose.inspect import inspect, show, write_report
-            from pronghorn.train.progress import RowsProgress
-        with RowsProgress(console) as progress:
-            found = inspect(settings, split, rows, progress)
-        show(found, console)
-        if html is not None:
-            console.print(f"\nPage: {write_report(found, html)}", markup=False, soft_wrap=True)
+    settings = Recipe.load(recipe, overrides or [])
+    check_page(html)
+    with starting():
+        from pronghorn.diagnose.inspect import inspect, show, write_report
+        from pronghorn.train.progress import RowsProgress
+    with RowsProgress(console) as progress:
+        found = inspect(settings, split, rows, progress)
+    show(found, console)
+    if html is not None:
+        console.print(f"\nPage: {write_report(found, html)}", markup=False, soft_wrap=True)

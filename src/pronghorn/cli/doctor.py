@@ -9,13 +9,10 @@ from typing import Annotated
 import typer
 
 from pronghorn.cli.console import Console
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Check this machine and installation, and name the command that fixes what is wrong.
 
@@ -27,13 +24,12 @@ def doctor(
 
       pronghorn doctor --json > doctor.json
     """
-    with plain_errors(debug):
-        from pronghorn.diagnose.doctor import diagnose, healthy, render
+    from pronghorn.diagnose.doctor import diagnose, healthy, render
 
-        findings = diagnose()
-        if as_json:
-            typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
-        else:
-            Console().print(render(findings))
+    findings = diagnose()
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        Console().print(render(findings))
     if not healthy(findings):
         raise typer.Exit(1)

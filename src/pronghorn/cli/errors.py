@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.markup import escape
 
 from pronghorn.cli.console import Console
+from pronghorn.cli.options import Debug
 from pronghorn.cli.processes import leave_error
 from pronghorn.environment import check_distributed
 from pronghorn.errors import PronghornError, RunStopped
@@ -27,6 +30,23 @@ LONGEST = 360
 MEMORY, THREADS, DISK = "memory", "threads", "disk space"
 _NO_ROOM = ("failed to map segment", "returned NULL without setting an exception")
 """What the loader says of a library for which no memory is left, and Python of an import that had none."""
+
+
+def with_plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command that shows errors as `plain_errors` does, and has the option --debug, which it may take itself."""
+    own = inspect.signature(command, eval_str=True).parameters
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    every = {**own, "debug": inspect.Parameter("debug", kind, default=False, annotation=Debug)}
+
+    @functools.wraps(command)
+    def run(*, debug: bool, **given: Any) -> None:
+        with plain_errors(debug):
+            command(**given, **({"debug": debug} if "debug" in own else {}))
+
+    # which typer reads
+    run.__signature__ = inspect.Signature([*every.values()])  # type: ignore[attr-defined]
+    run.__annotations__ = {name: each.annotation for name, each in every.items()}
+    return run
 
 
 @contextmanager

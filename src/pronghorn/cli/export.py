@@ -9,8 +9,7 @@ import typer
 from rich.markup import escape
 
 from pronghorn.cli.console import Console, starting
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, progress
+from pronghorn.cli.options import progress
 from pronghorn.errors import ConfigError
 
 
@@ -58,7 +57,6 @@ def export(
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Also push the result to this repository on the hub.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write what RUN trained for whatever serves it, load the result, and check that it answers like the trained model.
 
@@ -77,30 +75,29 @@ def export(
 
       pronghorn export runs/demo --to ollama --output out
     """
-    with plain_errors(debug):
-        from pronghorn.records.finished import check_finished
+    from pronghorn.records.finished import check_finished
 
-        check_finished(run)
-        with starting():
-            from pronghorn.diagnose.export_run import export_run
-            from pronghorn.diagnose.served import render
-            from pronghorn.export.hub import check_push, push_folder
+    check_finished(run)
+    with starting():
+        from pronghorn.diagnose.export_run import export_run
+        from pronghorn.diagnose.served import render
+        from pronghorn.export.hub import check_push, push_folder
 
-        console = Console(highlight=False)
-        if quantization is not None and to not in ("gguf", "ollama"):
-            raise ConfigError(f"--quantization with --to {to}", "add --to gguf or --to ollama, or leave it out")
-        if push is not None:
-            check_push(push)
-        exported = export_run(run, to, output, (quantization or "q8_0").lower(), progress(), onto, vllm)
-        if not exported.comparisons:
-            console.print(
-                "[yellow]Not compared:[/] nothing here reads this format. Serve it, then: pronghorn verify --served"
-            )
-        for comparison in exported.comparisons:
-            console.print(render(comparison))
-        for note in exported.notes:
-            console.print(note)
-        console.print(f"[bold]Written to[/] {escape(str(exported.folder))}", soft_wrap=True)
-        if push is not None:
-            console.print(f"[bold]Pushed to[/] {escape(push_folder(exported.folder, push))}", soft_wrap=True)
-        console.print(f"[bold]Next[/] {escape(exported.next)}", soft_wrap=True)
+    console = Console(highlight=False)
+    if quantization is not None and to not in ("gguf", "ollama"):
+        raise ConfigError(f"--quantization with --to {to}", "add --to gguf or --to ollama, or leave it out")
+    if push is not None:
+        check_push(push)
+    exported = export_run(run, to, output, (quantization or "q8_0").lower(), progress(), onto, vllm)
+    if not exported.comparisons:
+        console.print(
+            "[yellow]Not compared:[/] nothing here reads this format. Serve it, then: pronghorn verify --served"
+        )
+    for comparison in exported.comparisons:
+        console.print(render(comparison))
+    for note in exported.notes:
+        console.print(note)
+    console.print(f"[bold]Written to[/] {escape(str(exported.folder))}", soft_wrap=True)
+    if push is not None:
+        console.print(f"[bold]Pushed to[/] {escape(push_folder(exported.folder, push))}", soft_wrap=True)
+    console.print(f"[bold]Next[/] {escape(exported.next)}", soft_wrap=True)

@@ -2,101 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from typer.core import TyperCommand
 
 from pronghorn.cli.errors import full_disk_told
 
-_PUSH = "pronghorn export RUN --push OWNER/NAME, after training"
-_GPUS = "--gpus counts them; without it all are used"
-_INSPECT = "data inspect"
-COMMANDS = {
-    "sft": "train",
-    "finetune": "train",
-    "fine-tune": "train",
-    "merge": "export",
-    "merge-lora": "export",
-    "inference": "chat",
-    "generate": "chat",
-    "resume": "train",
-    "accelerate": "train",
-    "torchrun": "train",
-    "llamafactory-cli": "convert",
-    "axolotl": "convert",
-    "estimate": "plan",
-    "eval": "verify",
-    "evaluate": "verify",
-    "predict": "chat",
-    "serve": "export",
-    "vllm-serve": "export",
-    "api": "export",
-    "webui": "chat",
-    "webchat": "chat",
-    "upload": "export RUN --push OWNER/NAME",
-    "push": "export RUN --push OWNER/NAME",
-    "quantize": "export RUN --to gguf",
-    "preprocess": _INSPECT,
-    "tokenize": _INSPECT,
-    "inspect": _INSPECT,
-    "run": "train",
-    "lora": "train",
-    "qlora": "train",
-    "env": "doctor",
-    "config": "init",
-    "fetch": "init --recipe list",
-    "recipes": "init --recipe list",
-    "ui": "chat",
-    "help": "--help",
-    "man": "docs",
-    "version": "--version",
+_CALLED = {
+    "--help": "help",
+    "--version": "version",
+    "chat": "inference generate predict ui webui webchat",
+    "convert": "llamafactory-cli axolotl",
+    "data inspect": "preprocess tokenize inspect",
+    "docs": "man",
+    "doctor": "env",
+    "export": "merge merge-lora serve vllm-serve api",
+    "export RUN --push OWNER/NAME": "upload push",
+    "export RUN --to gguf": "quantize",
+    "init": "config",
+    "init --recipe list": "fetch recipes",
+    "plan": "estimate",
+    "train": "sft finetune fine-tune resume accelerate torchrun run lora qlora",
+    "verify": "eval evaluate",
 }
+COMMANDS = {name: ours for ours, names in _CALLED.items() for name in names.split()}
 """Commands of other tools, and ours."""
-_OPTIONS = {
+_OF_RECIPES = {
     "--set": "changes follow the recipe without an option: train.max_steps=3",
     "--cpu": "CUDA_VISIBLE_DEVICES= in the environment hides the GPUs",
-    "--config": "the recipe is given without an option: pronghorn train my.yaml",
-    "-c": "the recipe is given without an option: pronghorn train my.yaml",
-    "-m": "model.name=NAME, behind the recipe",
-    "--model-name": "model.name=NAME, behind the recipe",
+    "--config -c": "the recipe is given without an option: pronghorn train my.yaml",
+    "--model-name -m": "model.name=NAME, behind the recipe",
     "--data": "data.train=FILE, behind the recipe",
     "--dataset-name": "data.train=NAME, behind the recipe",
     "--deepspeed": "all GPUs are used; launch.strategy=sharded shares the layers among them",
     "--device": "CUDA_VISIBLE_DEVICES in the environment chooses GPUs; empty it hides them all",
     "--do-train": "leave it out: pronghorn train trains",
-    "--do-eval": "data.eval=5% holds some of the data out and measures their loss",
-    "--eval": "data.eval=5% holds some of the data out and measures their loss",
+    "--do-eval --eval": "data.eval=5% holds some of the data out and measures their loss",
     "--dry-run": "pronghorn plan and pronghorn data inspect look without training",
-    "--force": "--overwrite begins a finished run anew",
-    "--yes": "--overwrite begins a finished run anew",
-    "-y": "--overwrite begins a finished run anew",
+    "--force --yes -y": "--overwrite begins a finished run anew",
     "--gpu": "--gpus counts those of train; plan and init take --device rtx4090",
-    "--gpu-memory": "plan takes --device 24GiB; memory.budget=20GiB limits a run",
-    "--memory": "plan takes --device 24GiB; memory.budget=20GiB limits a run",
-    "--hub-model-id": _PUSH,
-    "--push-to-hub": _PUSH,
+    "--gpu-memory --memory": "plan takes --device 24GiB; memory.budget=20GiB limits a run",
+    "--hub-model-id --push-to-hub": "pronghorn export RUN --push OWNER/NAME, after training",
     "--launcher": "leave it out: pronghorn train starts a process for each GPU",
-    "--log-level": "--paths tells every decision, --debug an error's traceback",
-    "--merge": "pronghorn export RUN, after training",
-    "--save-merged": "pronghorn export RUN, after training",
-    "--num-gpus": _GPUS,
-    "--num-processes": _GPUS,
-    "--nproc-per-node": _GPUS,
+    "--log-level --verbose -v": "--paths tells every decision, --debug an error's traceback",
+    "--merge --save-merged": "pronghorn export RUN, after training",
+    "--num-gpus --num-processes --nproc-per-node": "--gpus counts them; without it all are used",
     "--quantize": "model.load_in_4bit=true trains over 4 bits; pronghorn export RUN --to gguf quantises the result",
     "--quiet": "what is told goes to stdout: add > run.log",
     "--stage": "leave it out: rows of answers or texts are recognised; for dpo: pronghorn docs preference-training",
     "--use-peft": "leave it out: adapter.method is lora unless it is set to full",
-    "-v": "--paths tells every decision, --debug an error's traceback",
     "-o": "train.output=DIR says where a run goes",
-    "--verbose": "--paths tells every decision, --debug an error's traceback",
-    "--resume": "the same command goes on with an unfinished run",
-    "--resume-from-checkpoint": "the same command goes on with an unfinished run",
+    "--resume --resume-from-checkpoint": "the same command goes on with an unfinished run",
     "--bf16": "precision.dtype=bfloat16, which is the default on a GPU that has it",
     "--fp16": "precision.dtype=float16",
     "--packing": "leave it out: packing.enabled=true is the default",
-    "--use-4bit": "model.load_in_4bit=true",
-    "--qlora": "model.load_in_4bit=true",
+    "--use-4bit --qlora": "model.load_in_4bit=true",
     "--lora": "leave it out: adapter.method=lora is the default",
     "--wandb": "train.report_to=wandb",
 }
@@ -104,27 +65,19 @@ _OPTIONS = {
 _OF_COMMANDS = {
     "export": {
         "--merge": "leave it out: --to merged is the default",
-        "--output-dir": "--output DIR",
-        "-o": "--output DIR",
-        "--repo": "--push OWNER/NAME",
-        "--repo-id": "--push OWNER/NAME",
-        "--hub-model-id": "--push OWNER/NAME",
-        "--push-to-hub": "--push OWNER/NAME",
+        "--output-dir -o": "--output DIR",
+        "--repo --repo-id --hub-model-id --push-to-hub": "--push OWNER/NAME",
         "--token": "HF_TOKEN in the environment",
-        "--format": "--to gguf",
-        "--gguf": "--to gguf",
+        "--format --gguf": "--to gguf",
     },
     "chat": {
-        "--prompt": 'echo "…" | pronghorn chat RUN',
-        "-p": 'echo "…" | pronghorn chat RUN',
+        "--prompt -p": 'echo "…" | pronghorn chat RUN',
         "--adapter": "the run's or adapter's folder is given without an option: pronghorn chat RUN",
         "--max-tokens": "--max-new-tokens 256",
     },
     "init": {
-        "-o": "the recipe's name is given without an option: pronghorn init mine.yaml",
-        "--output": "the recipe's name is given without an option: pronghorn init mine.yaml",
-        "--dataset": "--data FILE",
-        "-d": "--data FILE",
+        "--output -o": "the recipe's name is given without an option: pronghorn init mine.yaml",
+        "--dataset -d": "--data FILE",
         "-m": "--model NAME",
         "--gpu": "--device rtx4090",
         "--template": "--recipe NAME; --recipe list lists them",
@@ -175,8 +128,7 @@ class Answering(TyperCommand):
 
     def instead(self, option: str, given: Sequence[str]) -> str | None:
         """Return how the answer to an unknown option goes on, None where nothing is known of it."""
-        what = _OF_COMMANDS.get(self.name or "", {}).get(option.replace("_", "-"))
-        return what and f"; {what}"
+        return _told(_OF_COMMANDS.get(self.name or "", {}), option)
 
 
 class OfRecipe(Answering):
@@ -184,12 +136,16 @@ class OfRecipe(Answering):
 
     def instead(self, option: str, given: Sequence[str]) -> str | None:
         """Return how the answer to an unknown option goes on, None where nothing is known of it."""
-        if (what := super().instead(option, given)) is not None:
+        if (what := super().instead(option, given) or _told(_OF_RECIPES, option)) is not None:
             return what
-        if (what := _OPTIONS.get(option.replace("_", "-"))) is not None:
-            return f"; {what}"
         written = _override(option, given)
         return written and f". A recipe's keys are set without dashes: {written}"
+
+
+def _told(table: Mapping[str, str], option: str) -> str | None:
+    """Return what a table says of an option, None where it doesn't name it."""
+    name = option.replace("_", "-")
+    return next((f"; {what}" for names, what in table.items() if name in names.split()), None)
 
 
 def _override(option: str, given: Sequence[str]) -> str | None:

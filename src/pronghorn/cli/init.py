@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from pronghorn.cli.console import Console
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Method, tell_next, write_new
+from pronghorn.cli.options import Method, tell_next, write_new
 from pronghorn.cli.shipped import choose, recipes
 from pronghorn.errors import ConfigError
 
@@ -72,7 +71,6 @@ def init(
     recipe: Annotated[
         str | None, typer.Option(metavar="NAME", help="Copy a recipe that comes with Pronghorn. `list` shows them.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write a commented recipe for this machine. `pronghorn train` runs it.
 
@@ -90,31 +88,30 @@ def init(
       pronghorn init mine.yaml --recipe gpu-qlora
     """
     console = Console(highlight=False, soft_wrap=True)
-    with plain_errors(debug):
-        if recipe is not None:
-            _copy(recipe, output, {"--model": model, "--data": data, "--device": device}, console)
-            return
-        from pronghorn.config.recipe import DATA_FILES
+    if recipe is not None:
+        _copy(recipe, output, {"--model": model, "--data": data, "--device": device}, console)
+        return
+    from pronghorn.config.recipe import DATA_FILES
 
-        if task not in ("sft", "pretrain"):
-            raise ConfigError(
-                f"--task {task}: recipes train on answers or texts",
-                "train it by TRL's trainer on a Pronghorn model: pronghorn docs preference-training",
-            )
-        if output.exists():
-            raise ConfigError(f"{output} already exists", _instead(output))
-        if data is not None and (address := re.match(r"[a-z]\w+:/+", str(data))):
-            hub = str(data)[address.end() :].removeprefix("huggingface.co/").removeprefix("datasets/")
-            raise ConfigError(f"--data {data} is an address", f"give a path, or a hub name (here perhaps {hub})")
-        if data is not None and data.suffix.lower() in DATA_FILES and not data.exists():
-            raise ConfigError(f"--data {data} does not exist", f"give the path of a {', '.join(DATA_FILES)} file")
-        if model is not None and not Path(model).expanduser().exists() and not _HUB_NAME.fullmatch(model):
-            raise ConfigError(f"--model {model} does not exist", "give a model's folder or its hub name (owner/name)")
-        from pronghorn.recipes.first import Machine, first_recipe, head
-        from pronghorn.train.progress import RowsProgress
+    if task not in ("sft", "pretrain"):
+        raise ConfigError(
+            f"--task {task}: recipes train on answers or texts",
+            "train it by TRL's trainer on a Pronghorn model: pronghorn docs preference-training",
+        )
+    if output.exists():
+        raise ConfigError(f"{output} already exists", _instead(output))
+    if data is not None and (address := re.match(r"[a-z]\w+:/+", str(data))):
+        hub = str(data)[address.end() :].removeprefix("huggingface.co/").removeprefix("datasets/")
+        raise ConfigError(f"--data {data} is an address", f"give a path, or a hub name (here perhaps {hub})")
+    if data is not None and data.suffix.lower() in DATA_FILES and not data.exists():
+        raise ConfigError(f"--data {data} does not exist", f"give the path of a {', '.join(DATA_FILES)} file")
+    if model is not None and not Path(model).expanduser().exists() and not _HUB_NAME.fullmatch(model):
+        raise ConfigError(f"--model {model} does not exist", "give a model's folder or its hub name (owner/name)")
+    from pronghorn.recipes.first import Machine, first_recipe, head
+    from pronghorn.train.progress import RowsProgress
 
-        with RowsProgress(console) as progress:
-            draft = first_recipe(task, method, model, data, device, progress)
-        write_new(output, draft.text(head(Machine.of(device), data)))
-        console.print(f"{output} is written.", markup=False)
-        tell_next(console, output)
+    with RowsProgress(console) as progress:
+        draft = first_recipe(task, method, model, data, device, progress)
+    write_new(output, draft.text(head(Machine.of(device), data)))
+    console.print(f"{output} is written.", markup=False)
+    tell_next(console, output)

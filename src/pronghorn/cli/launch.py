@@ -10,8 +10,7 @@ import typer
 from rich.markup import escape
 
 from pronghorn.cli.console import Console
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile, write_new
+from pronghorn.cli.options import Overrides, RecipeFile, write_new
 from pronghorn.errors import ConfigError
 
 SCRIPT = """\
@@ -46,7 +45,6 @@ def launch(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write. By default beside the recipe.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write and show a batch script that trains RECIPE on a cluster. Nothing is submitted.
 
@@ -58,36 +56,33 @@ def launch(
 
       pronghorn launch --slurm my.yaml --gpus 4 --time 02:00:00 train.gradient_accumulation_steps=16
     """
-    with plain_errors(debug):
-        from pronghorn.config.checks import share_of_step
-        from pronghorn.config.recipe import Recipe
+    from pronghorn.config.checks import share_of_step
+    from pronghorn.config.recipe import Recipe
 
-        if not slurm:
-            raise ConfigError(
-                "pronghorn launch writes batch scripts, and Slurm's is the one it knows",
-                "add --slurm; on one machine call pronghorn train, which uses all its GPUs",
-            )
-        settings = Recipe.load(recipe, overrides or [])
-        path = output or recipe.with_suffix(".sbatch")
-        count = gpus or (settings.launch.gpus if isinstance(settings.launch.gpus, int) else None)
-        if count is None:
-            raise ConfigError(
-                "how many GPUs a machine of the cluster has is not known here", "give --gpus N, or set launch.gpus"
-            )
-        machines = nodes or settings.launch.nodes
-        share_of_step(settings, count * machines)  # refused here, before it waits in a queue
-        arguments = shlex.join([str(recipe), *(overrides or [])])
-        text = SCRIPT.format(
-            name=_job_name(recipe), nodes=machines, gpus=count, time=time, threads=8, arguments=arguments
+    if not slurm:
+        raise ConfigError(
+            "pronghorn launch writes batch scripts, and Slurm's is the one it knows",
+            "add --slurm; on one machine call pronghorn train, which uses all its GPUs",
         )
-        if not (path.is_file() and path.read_bytes() == text.encode()):
-            write_new(path, text, "it has other lines: name another file by --output, or move it")
-        console = Console(highlight=False)
-        console.print(escape(text), soft_wrap=True)
-        console.print(
-            f"[bold]Written to[/] {escape(str(path))}. Submit it by: sbatch {escape(shlex.quote(str(path)))}",
-            soft_wrap=True,
+    settings = Recipe.load(recipe, overrides or [])
+    path = output or recipe.with_suffix(".sbatch")
+    count = gpus or (settings.launch.gpus if isinstance(settings.launch.gpus, int) else None)
+    if count is None:
+        raise ConfigError(
+            "how many GPUs a machine of the cluster has is not known here", "give --gpus N, or set launch.gpus"
         )
+    machines = nodes or settings.launch.nodes
+    share_of_step(settings, count * machines)  # refused here, before it waits in a queue
+    arguments = shlex.join([str(recipe), *(overrides or [])])
+    text = SCRIPT.format(name=_job_name(recipe), nodes=machines, gpus=count, time=time, threads=8, arguments=arguments)
+    if not (path.is_file() and path.read_bytes() == text.encode()):
+        write_new(path, text, "it has other lines: name another file by --output, or move it")
+    console = Console(highlight=False)
+    console.print(escape(text), soft_wrap=True)
+    console.print(
+        f"[bold]Written to[/] {escape(str(path))}. Submit it by: sbatch {escape(shlex.quote(str(path)))}",
+        soft_wrap=True,
+    )
 
 
 def _job_name(recipe: Path) -> str:

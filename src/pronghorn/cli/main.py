@@ -19,7 +19,7 @@ from pronghorn.cli.convert import convert
 from pronghorn.cli.data import inspect_data
 from pronghorn.cli.docs import docs
 from pronghorn.cli.doctor import doctor
-from pronghorn.cli.errors import full_disk_told
+from pronghorn.cli.errors import full_disk_told, with_plain_errors
 from pronghorn.cli.export import export
 from pronghorn.cli.habits import COMMANDS, Answering, OfRecipe
 from pronghorn.cli.init import init
@@ -102,13 +102,13 @@ def _help(command: Callable[..., Any]) -> str:
 
 data = typer.Typer(cls=_InOrder, help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
-data.command("inspect", cls=OfRecipe, no_args_is_help=True, help=_help(inspect_data))(inspect_data)
+data.command("inspect", cls=OfRecipe, no_args_is_help=True, help=_help(inspect_data))(with_plain_errors(inspect_data))
 for command in (train, plan, verify, profile, bench, launch):
-    app.command(cls=OfRecipe, no_args_is_help=True, help=_help(command))(command)
+    app.command(cls=OfRecipe, no_args_is_help=True, help=_help(command))(with_plain_errors(command))
 for other in (convert, report, chat, export):
-    app.command(cls=Answering, no_args_is_help=True, help=_help(other))(other)
+    app.command(cls=Answering, no_args_is_help=True, help=_help(other))(with_plain_errors(other))
 for alone in (docs, doctor, init):
-    app.command(cls=Answering, help=_help(alone))(alone)
+    app.command(cls=Answering, help=_help(alone))(with_plain_errors(alone))
 
 
 def _version(wanted: bool) -> None:

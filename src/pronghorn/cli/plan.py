@@ -11,8 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pronghorn.cli.console import Console, starting
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile
+from pronghorn.cli.options import Overrides, RecipeFile
 from pronghorn.text import counted
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ def plan(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Predict how much GPU memory and time a run takes, and choose which layers to keep, recompute or offload.
 
@@ -64,20 +62,19 @@ def plan(
 
       pronghorn plan my.yaml --gpus 4 --device h100
     """
-    with plain_errors(debug):
-        from pronghorn.config.recipe import Recipe
+    from pronghorn.config.recipe import Recipe
 
-        loaded = Recipe.load(recipe, overrides or [])
-        with starting():
-            from pronghorn.diagnose.plan_report import SeveralGpus, report_plan
+    loaded = Recipe.load(recipe, overrides or [])
+    with starting():
+        from pronghorn.diagnose.plan_report import SeveralGpus, report_plan
 
-        console = Console(stderr=True, highlight=False)
-        several = SeveralGpus.asked(gpus, strategy, link, loaded)
-        report = report_plan(loaded, device, calibrate, console, several)
-        if as_json:
-            typer.echo(json.dumps(report.to_dict(), indent=1))
-        else:
-            Console(highlight=False).print(render(report))
+    console = Console(stderr=True, highlight=False)
+    several = SeveralGpus.asked(gpus, strategy, link, loaded)
+    report = report_plan(loaded, device, calibrate, console, several)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=1))
+    else:
+        Console(highlight=False).print(render(report))
 
 
 def render(report: PlanReport) -> RenderableType:

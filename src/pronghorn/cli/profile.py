@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from pronghorn.cli.console import Console, starting
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile
+from pronghorn.cli.options import Overrides, RecipeFile
 from pronghorn.environment import main_process
 
 
@@ -29,7 +28,6 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="Also write everything to one HTML page, with a timeline.", dir_okay=False),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Show what a training step of RECIPE spends its time on, and what to change first.
 
@@ -45,29 +43,28 @@ def profile(
 
       pronghorn profile my.yaml memory.gradient_checkpointing=false --against before.json
     """
-    with plain_errors(debug):
-        from pronghorn.config.recipe import Recipe
+    from pronghorn.config.recipe import Recipe
 
-        settings = Recipe.load(recipe, overrides or [])
-        from pronghorn.diagnose.profile_report import read_profile
-        from pronghorn.records.page import check_page, check_writable
+    settings = Recipe.load(recipe, overrides or [])
+    from pronghorn.diagnose.profile_report import read_profile
+    from pronghorn.records.page import check_page, check_writable
 
-        other = None if against is None else read_profile(against)
-        if json is not None and json.exists():
-            read_profile(json)  # what isn't ours is not written over
-        if json is not None:
-            check_writable(json)
-        check_page(html)
-        with starting(quiet=not main_process()):
-            from pronghorn.diagnose.profile import profile as record
-            from pronghorn.diagnose.profile_report import show, write_report
+    other = None if against is None else read_profile(against)
+    if json is not None and json.exists():
+        read_profile(json)  # what isn't ours is not written over
+    if json is not None:
+        check_writable(json)
+    check_page(html)
+    with starting(quiet=not main_process()):
+        from pronghorn.diagnose.profile import profile as record
+        from pronghorn.diagnose.profile_report import show, write_report
 
-        report = record(settings, Console(stderr=True, highlight=False, quiet=not main_process()), steps, warmup)
-        if not main_process():
-            return
-        console = Console()
-        show(report, console, other)
-        if json is not None:
-            report.write(json)
-        if html is not None:
-            console.print(f"\nPage: {write_report(report, html, other)}", markup=False, soft_wrap=True)
+    report = record(settings, Console(stderr=True, highlight=False, quiet=not main_process()), steps, warmup)
+    if not main_process():
+        return
+    console = Console()
+    show(report, console, other)
+    if json is not None:
+        report.write(json)
+    if html is not None:
+        console.print(f"\nPage: {write_report(report, html, other)}", markup=False, soft_wrap=True)

@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 
 from pronghorn.cli.console import Console
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug
 from pronghorn.errors import ConfigError
 
 
@@ -26,7 +24,6 @@ def report(
             dir_okay=False,
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write RUN's report.html again from its run.json, or compare several runs on one page.
 
@@ -38,18 +35,17 @@ def report(
 
       pronghorn report runs/a runs/b --html a-and-b.html
     """
-    with plain_errors(debug):
-        for run in runs:
-            if run.suffix.lower() in (".yaml", ".yml"):
-                raise ConfigError(f"{run} is a recipe, no run", "give its run's folder, which train.output names")
-        if len(runs) > 1:
-            from pronghorn.records.compare import write_comparison
+    for run in runs:
+        if run.suffix.lower() in (".yaml", ".yml"):
+            raise ConfigError(f"{run} is a recipe, no run", "give its run's folder, which train.output names")
+    if len(runs) > 1:
+        from pronghorn.records.compare import write_comparison
 
-            page = write_comparison(runs, html or Path("comparison.html"))
-            Console().print(f"Comparison: {page}", markup=False, soft_wrap=True)
-            return
-        if html is not None:
-            raise ConfigError("--html with one run", "leave it out: the page is report.html in the run's folder")
-        from pronghorn.records.report import rewrite_report
+        page = write_comparison(runs, html or Path("comparison.html"))
+        Console().print(f"Comparison: {page}", markup=False, soft_wrap=True)
+        return
+    if html is not None:
+        raise ConfigError("--html with one run", "leave it out: the page is report.html in the run's folder")
+    from pronghorn.records.report import rewrite_report
 
-        Console().print(f"Report: {rewrite_report(runs[0])}", markup=False, soft_wrap=True)
+    Console().print(f"Report: {rewrite_report(runs[0])}", markup=False, soft_wrap=True)

@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from pronghorn.cli.console import Console, starting
-from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile
 from pronghorn.cli.processes import choose_gpus, start, visible_gpus
 from pronghorn.environment import join_slurm, joined, main_process
@@ -59,27 +58,26 @@ def train(
 
       pronghorn train my.yaml 'report.sample_prompts=["What is a mutex?"]'
     """
-    with plain_errors(debug):
-        from pronghorn.config.recipe import Recipe
+    from pronghorn.config.recipe import Recipe
 
-        join_slurm()
-        console = Console(quiet=not main_process())
-        changes = [*(overrides or []), *([] if gpus is None else [f"launch.gpus={gpus}"])]
-        settings = Recipe.load(recipe, changes)
-        if not joined():
-            choice = choose_gpus(settings, visible_gpus())
-            if choice.note is not None:
-                console.print(f"[yellow]{escape(choice.note)}[/]", highlight=False)
-            if choice.gpus > 1:
-                given = {"--allow": allow, "--allow-older": allow_older, "--overwrite": overwrite, "--paths": paths}
-                flags = [name for name, on in (given | {"--debug": debug}).items() if on]
-                raise typer.Exit(start(choice.gpus, ["train", str(recipe), *changes, *flags]))
-        with starting(quiet=not main_process()):
-            from pronghorn.train.run import run
+    join_slurm()
+    console = Console(quiet=not main_process())
+    changes = [*(overrides or []), *([] if gpus is None else [f"launch.gpus={gpus}"])]
+    settings = Recipe.load(recipe, changes)
+    if not joined():
+        choice = choose_gpus(settings, visible_gpus())
+        if choice.note is not None:
+            console.print(f"[yellow]{escape(choice.note)}[/]", highlight=False)
+        if choice.gpus > 1:
+            given = {"--allow": allow, "--allow-older": allow_older, "--overwrite": overwrite, "--paths": paths}
+            flags = [name for name, on in (given | {"--debug": debug}).items() if on]
+            raise typer.Exit(start(choice.gpus, ["train", str(recipe), *changes, *flags]))
+    with starting(quiet=not main_process()):
+        from pronghorn.train.run import run
 
-        record = run(settings, console, allow, allow_older, overwrite)
-        console.print()
-        console.print(summary(record, Path(settings.train.output), paths))
+    record = run(settings, console, allow, allow_older, overwrite)
+    console.print()
+    console.print(summary(record, Path(settings.train.output), paths))
 
 
 def summary(record: RunRecord, output: Path, paths: bool = False) -> Table:

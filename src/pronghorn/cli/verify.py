@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from pronghorn.cli.console import Console, starting
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import ApiKey, Checkpoints, Debug, Method, Overrides, Seed, Timeout, progress
+from pronghorn.cli.options import ApiKey, Checkpoints, Method, Overrides, Seed, Timeout, progress
 from pronghorn.cli.served import verify_served
 from pronghorn.compute_names import ComputeName
 from pronghorn.errors import ConfigError
@@ -61,7 +60,6 @@ def verify(
     seed: Seed = 0,
     checkpoints: Checkpoints = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Compare the packed path with plain transformers and PEFT, on your own model and data.
 
@@ -89,42 +87,39 @@ def verify(
 
       pronghorn verify --served http://127.0.0.1:8000 runs/mine
     """
-    with plain_errors(debug):
-        if served is not None:
-            verify_served(recipe, overrides, served, model, format, dtype == "float32", timeout, api_key, as_json)
-            return
-        if (recipe is None) == (model is None):
-            raise ConfigError(
-                "verify needs a recipe or --model, and one of them", "write e.g. pronghorn verify my.yaml"
-            )
-        for option in ("method", "dtype", "compute", "seed", "checkpoints") if model is None else ():
-            source = context.get_parameter_source(option)
-            if source is not None and source.name == "COMMANDLINE":
-                instead = "leave it out: the recipe says it (adapter.method, model.load_in_4bit, precision)"
-                raise ConfigError(f"--{option} is for --model", instead)
-        from pronghorn.config.recipe import Recipe
+    if served is not None:
+        verify_served(recipe, overrides, served, model, format, dtype == "float32", timeout, api_key, as_json)
+        return
+    if (recipe is None) == (model is None):
+        raise ConfigError("verify needs a recipe or --model, and one of them", "write e.g. pronghorn verify my.yaml")
+    for option in ("method", "dtype", "compute", "seed", "checkpoints") if model is None else ():
+        source = context.get_parameter_source(option)
+        if source is not None and source.name == "COMMANDLINE":
+            instead = "leave it out: the recipe says it (adapter.method, model.load_in_4bit, precision)"
+            raise ConfigError(f"--{option} is for --model", instead)
+    from pronghorn.config.recipe import Recipe
 
-        settings = None if model is not None else Recipe.load(recipe or "", overrides or [])
-        with starting():
-            from pronghorn.diagnose.verify_checks import verify as run
-            from pronghorn.diagnose.verify_report import render
-            from pronghorn.diagnose.verify_subject import subject_of
+    settings = None if model is not None else Recipe.load(recipe or "", overrides or [])
+    with starting():
+        from pronghorn.diagnose.verify_checks import verify as run
+        from pronghorn.diagnose.verify_report import render
+        from pronghorn.diagnose.verify_subject import subject_of
 
-        say = progress()
-        with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:
-            documents = None
-            if settings is None:
-                assert model is not None
-                say(f"checkpoint of {model}")
-                numbers: dict[str, str] = {"dtype": dtype, "compute": compute}
-                folder = checkpoints or Path(scratch)
-                settings, documents = _without_recipe(model, method, numbers, tokens, seed, folder)
-            subject = subject_of(settings, tokens, documents, Console(stderr=True, highlight=False))
-            report = run(replace(subject, name=model or str(recipe)), say)
-        if as_json:
-            typer.echo(json.dumps(report.to_dict(), indent=1))
-        else:
-            Console().print(render(report))
+    say = progress()
+    with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:
+        documents = None
+        if settings is None:
+            assert model is not None
+            say(f"checkpoint of {model}")
+            numbers: dict[str, str] = {"dtype": dtype, "compute": compute}
+            folder = checkpoints or Path(scratch)
+            settings, documents = _without_recipe(model, method, numbers, tokens, seed, folder)
+        subject = subject_of(settings, tokens, documents, Console(stderr=True, highlight=False))
+        report = run(replace(subject, name=model or str(recipe)), say)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=1))
+    else:
+        Console().print(render(report))
     if not report.ok:
         raise typer.Exit(1)
 

@@ -2,149 +2,93 @@
 
 from __future__ import annotations
 
-ALIASES = {
-    "model": "model.name",
-    "data": "data.train",
-    "output": "train.output",
-    "lr": "train.learning_rate",
-    "batch_size": "packing.rows_per_step",
-    "micro_batch_size": "packing.rows_per_step",
-    "per_device_train_batch_size": "packing.rows_per_step",
-    "base_model": "model.name",
-    "model_name_or_path": "model.name",
-    "max_length": "model.max_seq_length",
-    "sequence_len": "model.max_seq_length",
-    "cutoff_len": "model.max_seq_length",
-    "quantization_bit": "model.load_in_4bit",
-    "datasets": "data.train",
-    "dataset": "data.train",
-    "template": "data.chat_template",
-    "truncation": "data.overflow",
-    "sample_packing": "packing.enabled",
-    "packing": "packing.enabled",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "output_dir": "train.output",
-    "lr_scheduler_type": "train.lr_scheduler",
-    "optim": "train.optimizer",
-    "optimiser": "train.optimizer",
-    "gradient_checkpointing": "memory.gradient_checkpointing",
-    "load_in_4bit": "model.load_in_4bit",
-    "max_seq_len": "model.max_seq_length",
-    "steps": "train.max_steps",
-    "val_size": "data.eval",
-    "val_set_size": "data.eval",
-    "test_size": "data.eval",
-    "eval_dataset": "data.eval",
-    "train_dataset": "data.train",
-    "train_on_inputs": "data.loss_on",
-    "finetuning_type": "adapter.method",
-    "lora_r": "adapter.r",
-    "lora_rank": "adapter.r",
-    "lora_target": "adapter.target_modules",
-    "lora_target_modules": "adapter.target_modules",
-    "use_gradient_checkpointing": "memory.gradient_checkpointing",
-    "bf16": "precision.dtype",
-    "fp16": "precision.dtype",
-    "torch_dtype": "precision.dtype",
-    "bits": "model.load_in_4bit",
-    "seed": "train.seed",
-    "lora": "adapter",
-    "peft": "adapter",
-    "rank": "adapter.r",
-    "attn_implementation": "packing.attention",
-    "flash_attention": "packing.attention",
-    "save_total_limit": "train.keep_checkpoints",
-    "packing_strategy": "packing.enabled",
-    "field_messages": "data.columns",
-    "weights": "data.train.weight",
-    "train_batch_size": "packing.rows_per_step",
-    "deepspeed": "launch.strategy",
-    "fsdp": "launch.strategy",
-    "wandb": "train.report_to",
-    "early_stopping_patience": "train.patience",
-    "load_best_model_at_end": "train.load_best",
-    "num_proc": "data.workers",
-    "dataset_num_proc": "data.workers",
-    "preprocessing_num_workers": "data.workers",
-    "validation": "data.eval",
-    "test": "data.eval",
-    "dataset_text_field": "data.columns",
-    "text_field": "data.columns",
-    "text_column": "data.columns",
-    "input_key": "data.columns",
-    "output_key": "data.columns",
-    "train_on_responses_only": "data.loss_on",
-    "assistant_only_loss": "data.loss_on",
-    "completion_only_loss": "data.loss_on",
-    "system_message": "data.system_prompt",
-    "system": "data.system_prompt",
-    "prompt_template": "data.chat_template",
-    "evals_per_epoch": "train.eval_steps",
-    "saves_per_epoch": "train.save_steps",
-    "deepspeed_config": "launch.strategy",
-    "num_processes": "launch.gpus",
-    "nproc": "launch.gpus",
-    "nproc_per_node": "launch.gpus",
-    "quantization": "model.load_in_4bit",
-    "bnb_4bit_quant_type": "model.load_in_4bit",
-    "use_qlora": "model.load_in_4bit",
-    "qlora": "model.load_in_4bit",
-    "use_flash_attention_2": "packing.attention",
-    "full_finetuning": "adapter.method",
-    "max_memory": "memory.budget",
-    "gpu_memory_utilization": "memory.budget",
-    "fp8": "precision.compute",
-    "optimizer": "train.optimizer",
-    "logging": "train.report_to",
+_CALLED = {
+    "adapter": "lora peft",
+    "adapter.method": "finetuning_type full_finetuning",
+    "adapter.r": "lora_r lora_rank rank",
+    "adapter.target_modules": "lora_target lora_target_modules",
+    "data.chat_template": "template prompt_template",
+    "data.columns": "field_messages dataset_text_field text_field text_column input_key output_key",
+    "data.eval": "val_size val_set_size test_size eval_dataset validation test",
+    "data.loss_on": "train_on_inputs train_on_responses_only assistant_only_loss completion_only_loss",
+    "data.overflow": "truncation",
+    "data.system_prompt": "system_message system",
+    "data.train": "data datasets dataset train_dataset",
+    "data.train.weight": "weights",
+    "data.workers": "num_proc dataset_num_proc preprocessing_num_workers",
+    "launch.gpus": "num_processes nproc nproc_per_node",
+    "launch.strategy": "deepspeed deepspeed_config fsdp",
+    "memory.budget": "max_memory gpu_memory_utilization",
+    "memory.gradient_checkpointing": "gradient_checkpointing use_gradient_checkpointing",
+    "model.load_in_4bit": "load_in_4bit quantization quantization_bit bits bnb_4bit_quant_type use_qlora qlora",
+    "model.max_seq_length": "max_seq_len max_length sequence_len cutoff_len",
+    "model.name": "model base_model model_name_or_path",
+    "packing.attention": "attn_implementation flash_attention use_flash_attention_2",
+    "packing.enabled": "packing packing_strategy sample_packing",
+    "packing.rows_per_step": "batch_size micro_batch_size train_batch_size per_device_train_batch_size",
+    "precision.compute": "fp8",
+    "precision.dtype": "bf16 fp16 torch_dtype",
+    "train.epochs": "num_epochs num_train_epochs",
+    "train.eval_steps": "evals_per_epoch",
+    "train.keep_checkpoints": "save_total_limit",
+    "train.learning_rate": "lr",
+    "train.load_best": "load_best_model_at_end",
+    "train.lr_scheduler": "lr_scheduler_type",
+    "train.max_steps": "steps",
+    "train.optimizer": "optim optimiser optimizer",
+    "train.output": "output output_dir",
+    "train.patience": "early_stopping_patience",
+    "train.report_to": "wandb logging",
+    "train.save_steps": "saves_per_epoch",
+    "train.seed": "seed",
 }
+ALIASES = {name: key for key, names in _CALLED.items() for name in names.split()}
 """What other libraries call a key."""
-_NEEDLESS = "leave it out: nothing here needs it"
-_ONE_RATE = "leave it out: both of an adapter's matrices learn at train.learning_rate"
-_OFFLOAD = "memory.gradient_checkpointing: offload keeps the layers' inputs in host memory"
-_PUSHED = "pronghorn export RUN --push OWNER/NAME pushes what a run trained"
-NO_KEYS = {
-    "adam_beta1": "leave it out: the optimiser's own is used",
-    "adam_beta2": "leave it out: the optimiser's own is used",
+_TOLD = {
+    "adam_beta1 adam_beta2": "leave it out: the optimiser's own is used",
+    "add_eos add_bos": "leave it out: pronghorn data inspect shows how documents begin and end",
+    "hub hub_model_id push_to_hub": "pronghorn export RUN --push OWNER/NAME pushes what a run trained",
+    "hub_token token": "leave it out: HF_TOKEN in the environment is read",
+    "inference generation": "leave it out: pronghorn chat RUN asks what was trained",
+    "lora_plus loraplus_lr_ratio loraplus_lr_embedding": (
+        "leave it out: both of an adapter's matrices learn at train.learning_rate"
+    ),
+    "merge save export": "leave it out: pronghorn export RUN, after training",
+    "mix_strategy ratio probs mixture": "each source in data.train has a weight",
+    "model_type tokenizer_type": "leave it out: the model's own files tell it",
+    "offload cpu_offload optimizer_offload": (
+        "memory.gradient_checkpointing: offload keeps the layers' inputs in host memory"
+    ),
+    "pad_token special_tokens": "leave it out: packed rows need no padding; see adapter.new_tokens",
+    "task trainer stage": "leave it out: rows of answers or texts are recognised",
+    "task_type peft_type": "leave it out: adapters are LoRA's, of a causal language model",
+    "tokenizer tokenizer_name": "leave it out: the model's own is used; data.chat_template sets another template",
+    "torch_compile use_liger use_liger_kernel": "leave it out: layers are fused already",
+    "version label_names ddp_timeout ddp_find_unused_parameters remove_unused_columns dataloader_pin_memory "
+    "ignore_data_skip disable_tqdm do_train do_eval save_only_model save_safetensors": (
+        "leave it out: nothing here needs it"
+    ),
+    "wandb_project wandb_entity project": "WANDB_PROJECT in the environment names it",
     "dataloader_num_workers": "leave it out: rows are tokenised before training",
     "device_map": "leave it out: launch.gpus and launch.strategy say what goes where",
     "group_by_length": "leave it out: packing fills rows whatever the lengths",
-    "hub_model_id": _PUSHED,
     "load_in_16bit": "leave it out: weights are in 16 bits unless load_in_4bit is set",
     "logging_dir": "leave it out: figures for train.report_to go into train.output",
-    "loraplus_lr_ratio": _ONE_RATE,
     "per_device_eval_batch_size": "leave it out: held-out rows are packed, too",
-    "push_to_hub": _PUSHED,
     "resume_from_checkpoint": "leave it out: the same command goes on with an unfinished run",
     "revision": "hf download OWNER/NAME --revision REVISION --local-dir FOLDER, and give the folder as model.name",
     "rope_scaling": "set it in the model's config.json",
     "shuffle": "leave it out: rows are shuffled by data.seed",
     "streaming": "leave it out: JSON lines and Parquet are read piece by piece, and need not fit into memory",
     "run_name": "leave it out: a run is called as its train.output",
-    "tokenizer": "leave it out: the model's own is used; data.chat_template sets another template",
     "auto_find_batch_size": "leave it out: a step that runs out of memory is repeated with less kept",
     "eval_strategy": "leave it out: train.eval_steps measures every so many steps; before and after it is done anyway",
     "save_strategy": "leave it out: train.save_steps saves every so many steps; stopping and the end save anyway",
     "metric_for_best_model": "leave it out: train.load_best goes by the held-out loss",
     "overwrite_output_dir": "leave it out: pronghorn train RECIPE --overwrite begins anew",
     "use_cpu": "leave it out: CUDA_VISIBLE_DEVICES= in the environment hides the GPUs",
-    "hub_token": "leave it out: HF_TOKEN in the environment is read",
-    "token": "leave it out: HF_TOKEN in the environment is read",
     "cache_dir": "leave it out: HF_HOME in the environment says where models and data are kept",
     "attention_dropout": "leave it out: adapter.lora_dropout is the dropout that there is",
-    **dict.fromkeys(("offload", "cpu_offload", "optimizer_offload"), _OFFLOAD),
-    **dict.fromkeys(("wandb_project", "wandb_entity", "project"), "WANDB_PROJECT in the environment names it"),
-    **dict.fromkeys(("task", "trainer", "stage"), "leave it out: rows of answers or texts are recognised"),
-    **dict.fromkeys(("inference", "generation"), "leave it out: pronghorn chat RUN asks what was trained"),
-    **dict.fromkeys(("merge", "save", "export"), "leave it out: pronghorn export RUN, after training"),
-    **dict.fromkeys(("mix_strategy", "ratio", "probs", "mixture"), "each source in data.train has a weight"),
-    **dict.fromkeys(("add_eos", "add_bos"), "leave it out: pronghorn data inspect shows how documents begin and end"),
-    **dict.fromkeys(
-        ("pad_token", "special_tokens"), "leave it out: packed rows need no padding; see adapter.new_tokens"
-    ),
-    **dict.fromkeys(("model_type", "tokenizer_type"), "leave it out: the model's own files tell it"),
-    **dict.fromkeys(("task_type", "peft_type"), "leave it out: adapters are LoRA's, of a causal language model"),
-    **dict.fromkeys(("loraplus_lr_embedding", "lora_plus"), _ONE_RATE),
     "layers_to_transform": "leave it out, or name whole module paths in adapter.target_modules",
     "lora_target_linear": "leave it out: adapter.target_modules: all-linear is the default",
     "loss_type": "leave it out: the loss is the cross-entropy of supervised tokens",
@@ -155,21 +99,9 @@ NO_KEYS = {
     "role_mapping": "rename the roles in the data; human, gpt and observation are known",
     "roles_to_train": 'leave it out: the assistant is trained; "train": false leaves one of its turns out',
     "tensor_parallel": "leave it out: launch.strategy: sharded gives each GPU a part of each layer",
-    "hub": _PUSHED,
     "gpu": "leave it out: launch.gpus counts GPUs, CUDA_VISIBLE_DEVICES in the environment chooses them",
-    "use_liger": "leave it out: layers are fused already",
-    "tokenizer_name": "leave it out: the model's own is used; data.chat_template sets another template",
-    "version": _NEEDLESS,
-    **dict.fromkeys(
-        ("ddp_find_unused_parameters", "ddp_timeout", "remove_unused_columns", "dataloader_pin_memory", "label_names"),
-        _NEEDLESS,
-    ),
-    **dict.fromkeys(
-        ("ignore_data_skip", "disable_tqdm", "do_train", "do_eval", "save_only_model", "save_safetensors"), _NEEDLESS
-    ),
-    "torch_compile": "leave it out: layers are fused already",
-    "use_liger_kernel": "leave it out: layers are fused already",
 }
+NO_KEYS = {name: told for names, told in _TOLD.items() for name in names.split()}
 """Keys of other libraries that no key of a recipe stands for, and what to do."""
 IN_SECTION = {
     "model.path": "did you mean model.name?",
@@ -183,53 +115,52 @@ IN_SECTION = {
     "packing.strategy": "leave it out: rows are filled best fit first",
 }
 """What keys of other libraries mean in one section."""
-_QUANTISED = (
-    "its adapters fit only the quantised weights that LoftQ makes itself, which neither a server nor a merge has",
-    "with load_in_4bit leave it out (adapters of all linears make up for what NF4 loses); without, use pissa",
-)
-_ALPACA = "set data.format: alpaca, or leave it out: it is recognised"
-_BY_TRL = "train on preferences by TRL's trainers: pronghorn docs preference-training"
+_WRITTEN = {
+    "adapter.method": {
+        "qlora": "set adapter.method: lora and model.load_in_4bit: true",
+        "dora": "set adapter.method: lora and adapter.use_dora: true",
+    },
+    "data.format": {
+        "chatml openai chat chat_template conversational": (
+            "set data.format: messages, or leave it out: it is recognised"
+        ),
+        "completion": "set data.format: text for whole texts, prompt_completion for pairs",
+        "instruct instruction dolly": "set data.format: alpaca, or leave it out: it is recognised",
+        "preference dpo kto pairs": "train on preferences by TRL's trainers: pronghorn docs preference-training",
+    },
+    "data.loss_on": {"assistant answer answers response responses output": "set data.loss_on: completion"},
+    "launch.gpus": {"all": "leave it out: all are used"},
+    "launch.strategy": {
+        "ddp": "set launch.strategy: copies: each GPU holds the whole model",
+        "fsdp fsdp2 zero2 zero3 deepspeed": "set launch.strategy: sharded: each GPU holds a part of each layer",
+    },
+    "memory.gradient_checkpointing": {"full all selective": "set it to true (recompute every layer), auto or offload"},
+    "packing.attention": {
+        "sdpa eager xformers flex_attention": (
+            "leave it out: auto takes the fastest of auto, tiled, flash and per_document"
+        ),
+    },
+    "precision.compute": {"bf16 fp16": "leave it out: it is the default"},
+    "precision.dtype": {
+        "mixed amp": "leave it out, or set bfloat16",
+        "fp8 int8 float8": ("leave it out, and set precision.compute: fp8, which multiplies input gradients in 8 bits"),
+    },
+}
 INSTEAD = {
-    ("adapter.method", "qlora"): ("", "set adapter.method: lora and model.load_in_4bit: true"),
-    ("adapter.method", "dora"): ("", "set adapter.method: lora and adapter.use_dora: true"),
-    ("adapter.init_lora_weights", "loftq"): _QUANTISED,
-    **dict.fromkeys(
-        [("data.loss_on", name) for name in ("assistant", "answer", "answers", "response", "responses", "output")],
-        ("", "set data.loss_on: completion"),
+    ("adapter.init_lora_weights", "loftq"): (
+        "its adapters fit only the quantised weights that LoftQ makes itself, which neither a server nor a merge has",
+        "with load_in_4bit leave it out (adapters of all linears make up for what NF4 loses); without, use pissa",
     ),
-    **dict.fromkeys(
-        [("data.format", name) for name in ("chatml", "openai", "chat", "chat_template", "conversational")],
-        ("", "set data.format: messages, or leave it out: it is recognised"),
-    ),
-    **dict.fromkeys([("data.format", name) for name in ("instruct", "instruction", "dolly")], ("", _ALPACA)),
-    **dict.fromkeys([("data.format", name) for name in ("preference", "dpo", "kto", "pairs")], ("", _BY_TRL)),
-    **dict.fromkeys(
-        [("launch.strategy", name) for name in ("fsdp", "fsdp2", "zero2", "zero3", "deepspeed")],
-        ("", "set launch.strategy: sharded: each GPU holds a part of each layer"),
-    ),
-    ("launch.strategy", "ddp"): ("", "set launch.strategy: copies: each GPU holds the whole model"),
-    ("launch.gpus", "all"): ("", "leave it out: all are used"),
-    **dict.fromkeys(
-        [("packing.attention", name) for name in ("sdpa", "eager", "xformers", "flex_attention")],
-        ("", "leave it out: auto takes the fastest of auto, tiled, flash and per_document"),
-    ),
-    **dict.fromkeys([("precision.dtype", name) for name in ("mixed", "amp")], ("", "leave it out, or set bfloat16")),
-    **dict.fromkeys(
-        [("precision.dtype", name) for name in ("fp8", "int8", "float8")],
-        ("", "leave it out, and set precision.compute: fp8, which multiplies input gradients in 8 bits"),
-    ),
-    **dict.fromkeys(
-        [("precision.compute", name) for name in ("bf16", "fp16")], ("", "leave it out: it is the default")
-    ),
-    **dict.fromkeys(
-        [("memory.gradient_checkpointing", name) for name in ("full", "all", "selective")],
-        ("", "set it to true (recompute every layer), auto or offload"),
-    ),
-    ("data.format", "completion"): ("", "set data.format: text for whole texts, prompt_completion for pairs"),
     ("train.optimizer", "muon"): (
         "transformers has no Muon by name",
         "use adamw_torch_fused; a script may give SFTTrainer optimizer_cls_and_kwargs=(torch.optim.Muon, {…}), which "
         "takes 2-D weights alone, as LoRA's are",
     ),
+    **{
+        (key, value): ("", remedy)
+        for key, remedies in _WRITTEN.items()
+        for values, remedy in remedies.items()
+        for value in values.split()
+    },
 }
 """What is wrong with values that people know from elsewhere, and what to write."""

@@ -263,8 +263,7 @@ def merged(model: Any) -> list[Check]:
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "lora_A") and module.lora_A}
     if not adapted:
         return []
-    own = base.get_input_embeddings().weight.dtype
-    dtype = own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
+    dtype = merge.checkpoint_dtype(base)
     try:
         stored = {tensor.name: tensor for tensor in merge.merged_tensors(base, dtype)}
     except UnsupportedError as error:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch, tl, triton
+from pronghorn.kernels.launch import by_device, launch, tl, triton
 
 LOG2_E = 1.4426950408889634
 
@@ -35,7 +35,15 @@ def forward_reference(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `forward` does, in plain torch."""
+    """Return (out [T, H, D], lse [H, T]: base-2 logarithm of the sum of exp(s), in float32, or float64).
+
+    Args:
+        q: [T, H, D]; k, v: [T, H_kv, D], of any strides but for the last (slices of one product, for instance).
+        tiles: int32 [N, 3], each tile's first row and its document's start and end; empty where first ≥ end.
+        tile_rows: rows of a tile, of which those past its document's end are nobody's.
+        window: a query sees itself and the `window - 1` tokens before it; None for no limit.
+        sinks: [H], any float dtype, or None.
+    """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide)
@@ -62,7 +70,10 @@ def backward_reference(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Do what `backward` does, in plain torch."""
+    """Return dq, dk and dv side by side, [T, H + 2·H_kv, D], as one product leaves q, k and v.
+
+    Args: those of `forward` (lse has counted the sinks), its results, and d_out [T, H, D], contiguous.
+    """
     heads, kv_heads = q.shape[1], k.shape[1]
     grads = q.new_empty(q.shape[0], heads + 2 * kv_heads, q.shape[2])
     for start, end in _documents(tiles):
@@ -343,46 +354,5 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (out [T, H, D], lse [H, T]: base-2 logarithm of the sum of exp(s), in float32, or float64).
-
-    Args:
-        q: [T, H, D]; k, v: [T, H_kv, D], of any strides but for the last (slices of one product, for instance).
-        tiles: int32 [N, 3], each tile's first row and its document's start and end; empty where first ≥ end.
-        tile_rows: rows of a tile, of which those past its document's end are nobody's.
-        window: a query sees itself and the `window - 1` tokens before it; None for no limit.
-        sinks: [H], any float dtype, or None.
-    """
-    if q.is_cuda:
-        return forward_triton(q, k, v, tiles, tile_rows, scale, window, sinks)
-    return forward_reference(q, k, v, tiles, tile_rows, scale, window, sinks)
-
-
-def backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Return dq, dk and dv side by side, [T, H + 2·H_kv, D], as one product leaves q, k and v.
-
-    Args: those of `forward` (lse has counted the sinks), its results, and d_out [T, H, D], contiguous.
-    """
-    if q.is_cuda:
-        return backward_triton(d_out, q, k, v, out, lse, tiles, tile_rows, scale, window)
-    return backward_reference(d_out, q, k, v, out, lse, tiles, tile_rows, scale, window)
+forward = by_device(forward_reference, forward_triton)
+backward = by_device(backward_reference, backward_triton, at=1)

@@ -14,14 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from pronghorn.kernels.launch import cdiv, launch, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 
 ROWS, COLUMNS, WARPS = 32, 128, 4
 """Tokens and channels of a tile."""
 
 
 def forward_reference(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tensor:
-    """Do what `forward` does, in plain torch."""
+    """Return y [T, C].
+
+    Args:
+        x: [T, C], columns of a wider tensor perhaps.
+        weight: [C, K], contiguous.
+        document_ids: int32 [T].
+    """
     return silu(convolve_reference(x, weight, document_ids)).to(x.dtype)
 
 
@@ -39,7 +45,12 @@ def convolve_reference(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tenso
 def backward_reference(
     dy: Tensor, x: Tensor, weight: Tensor, document_ids: Tensor, weight_grad: bool = True, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what `backward` does, in plain torch."""
+    """Return (dx [T, C], dweight [C, K] or None).
+
+    Args:
+        dy, x: [T, C], columns of wider tensors perhaps; dy is overwritten.
+        out: [T, C], where dx is written.
+    """
     with torch.enable_grad():
         leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
         y = forward_reference(*leaves, document_ids)
@@ -180,28 +191,5 @@ def backward_triton(
     return dx, parts.sum(0).t().to(weight.dtype) if weight_grad else None
 
 
-def forward(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tensor:
-    """Return y [T, C].
-
-    Args:
-        x: [T, C], columns of a wider tensor perhaps.
-        weight: [C, K], contiguous.
-        document_ids: int32 [T].
-    """
-    if x.is_cuda and x.dtype != torch.float64:
-        return forward_triton(x, weight, document_ids)
-    return forward_reference(x, weight, document_ids)
-
-
-def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, document_ids: Tensor, weight_grad: bool = True, out: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return (dx [T, C], dweight [C, K] or None).
-
-    Args:
-        dy, x: [T, C], columns of wider tensors perhaps; dy is overwritten.
-        out: [T, C], where dx is written.
-    """
-    if x.is_cuda and x.dtype != torch.float64:
-        return backward_triton(dy, x, weight, document_ids, weight_grad, out)
-    return backward_reference(dy, x, weight, document_ids, weight_grad, out)
+forward = by_device(forward_reference, forward_triton, float64=False)
+backward = by_device(backward_reference, backward_triton, at=1, float64=False)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch, tl, triton
+from pronghorn.kernels.launch import by_device, launch, tl, triton
 from pronghorn.kernels.tanh import tanh
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -28,7 +28,14 @@ MANY = 65536
 
 
 def cross_entropy_reference_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: float | None) -> Tensor:
-    """Do what `cross_entropy_` does, in plain torch."""
+    """Return the losses of rows, and write ∂ℓ/∂y over the logits y.
+
+    Args:
+        logits: [M, V], rows of any stride; overwritten.
+        targets: int64 [M]; a row of `ignore_index` has loss and gradient 0.
+    Returns:
+        float32 (float64) [M].
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     capped = wide if softcap is None else softcap * torch.tanh(wide / softcap)
     losses = torch.nn.functional.cross_entropy(capped, targets, ignore_index=ignore_index, reduction="none")
@@ -137,15 +144,4 @@ def cross_entropy_triton_(logits: Tensor, targets: Tensor, ignore_index: int, so
     return losses
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: float | None) -> Tensor:
-    """Return the losses of rows, and write ∂ℓ/∂y over the logits y.
-
-    Args:
-        logits: [M, V], rows of any stride; overwritten.
-        targets: int64 [M]; a row of `ignore_index` has loss and gradient 0.
-    Returns:
-        float32 (float64) [M].
-    """
-    if logits.is_cuda:
-        return cross_entropy_triton_(logits, targets, ignore_index, softcap)
-    return cross_entropy_reference_(logits, targets, ignore_index, softcap)
+cross_entropy_ = by_device(cross_entropy_reference_, cross_entropy_triton_)

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from pronghorn.kernels.launch import cdiv, launch, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 
 BLOCK, WARPS = 1024, 4
 
 
 def forward_reference(b: Tensor, a: Tensor, decay: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `forward` does, in plain torch."""
+    """Return (g in float32 (float64), β in b's dtype), each [T, H].
+
+    Args:
+        b, a: [T, H], columns of a wider tensor perhaps.
+        decay, step: A and dt, [H].
+    """
     wide = torch.promote_types(a.dtype, torch.float32)
     return -decay.to(wide).exp() * softplus(a.to(wide) + step), b.sigmoid()
 
@@ -25,7 +30,12 @@ def forward_reference(b: Tensor, a: Tensor, decay: Tensor, step: Tensor) -> tupl
 def backward_reference(
     dg: Tensor, d_beta: Tensor, b: Tensor, a: Tensor, decay: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Do what `backward` does, in plain torch."""
+    """Return (db, da) [T, H] in the dtypes of b and a.
+
+    Args:
+        dg, d_beta: [T, H], contiguous.
+        b, a, decay, step: as `forward` was given.
+    """
     wide = torch.promote_types(a.dtype, torch.float32)
     beta = b.to(wide).sigmoid()
     da = dg * -decay.to(wide).exp() * (a.to(wide) + step).sigmoid()
@@ -106,25 +116,5 @@ def backward_triton(
     return db, da
 
 
-def forward(b: Tensor, a: Tensor, decay: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (g in float32 (float64), β in b's dtype), each [T, H].
-
-    Args:
-        b, a: [T, H], columns of a wider tensor perhaps.
-        decay, step: A and dt, [H].
-    """
-    if a.is_cuda and a.dtype != torch.float64:
-        return forward_triton(b, a, decay, step)
-    return forward_reference(b, a, decay, step)
-
-
-def backward(dg: Tensor, d_beta: Tensor, b: Tensor, a: Tensor, decay: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (db, da) [T, H] in the dtypes of b and a.
-
-    Args:
-        dg, d_beta: [T, H], contiguous.
-        b, a, decay, step: as `forward` was given.
-    """
-    if a.is_cuda and a.dtype != torch.float64:
-        return backward_triton(dg, d_beta, b, a, decay, step)
-    return backward_reference(dg, d_beta, b, a, decay, step)
+forward = by_device(forward_reference, forward_triton, at=1, float64=False)
+backward = by_device(backward_reference, backward_triton, at=3, float64=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import cdiv, launch, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.small_floats import decode_e4m3
 
@@ -46,7 +46,11 @@ def has_own_codes(weight: Any) -> bool:
 
 
 def write_out_reference(codes: Tensor, scales: Tensor, out: Tensor, rows: int, columns: int) -> None:
-    """Do what `write_out` does, in plain torch."""
+    """Write W into `out` [N, K], contiguous, in its dtype.
+
+    Args:
+        codes: e4m3 [N, K]; scales: float32, one a block of `rows` x `columns`.
+    """
     wide = scales.repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(columns, 1)[:, : codes.shape[1]]
     out.copy_(codes.float() * wide)
 
@@ -80,13 +84,4 @@ def write_out_triton(codes: Tensor, scales: Tensor, out: Tensor, rows: int, colu
     )  # fmt: skip
 
 
-def write_out(codes: Tensor, scales: Tensor, out: Tensor, rows: int, columns: int) -> None:
-    """Write W into `out` [N, K], contiguous, in its dtype.
-
-    Args:
-        codes: e4m3 [N, K]; scales: float32, one a block of `rows` x `columns`.
-    """
-    if out.is_cuda:
-        write_out_triton(codes, scales, out, rows, columns)
-    else:
-        write_out_reference(codes, scales, out, rows, columns)
+write_out = by_device(write_out_reference, write_out_triton, at=2)

@@ -12,14 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, next_power_of_2, tl, triton
 
 ELEMENTS, WARPS = 4096, 4
 """Of a tile: so many heads as fit."""
 
 
 def forward_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Do what `forward` does, in plain torch."""
+    """Return y [T, H, D].
+
+    Args:
+        x: [T, H, D], contiguous.
+        z: [T, H, D], columns of a wider tensor perhaps.
+        weight: [D].
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     normed = x.to(wide) * (x.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt()
     return (weight * normed.to(x.dtype) * silu(z.to(wide))).to(x.dtype)
@@ -28,7 +34,13 @@ def forward_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tenso
 def backward_reference(
     dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, weight_grad: bool = True, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Do what `backward` does, in plain torch."""
+    """Return (dx, dz [T, H, D], dweight [D] or None).
+
+    Args:
+        dy, x: [T, H, D], contiguous.
+        z: [T, H, D], columns of a wider tensor perhaps.
+        out: [T, H, D], where dz is written; columns of a wider tensor perhaps.
+    """
     with torch.enable_grad():
         x, z, weight = (y.detach().requires_grad_() for y in (x, z, weight))
         y = forward_reference(x, z, weight, eps)
@@ -127,29 +139,5 @@ def backward_triton(
     return dx, dz, parts.sum(0).to(weight.dtype) if weight_grad else None
 
 
-def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return y [T, H, D].
-
-    Args:
-        x: [T, H, D], contiguous.
-        z: [T, H, D], columns of a wider tensor perhaps.
-        weight: [D].
-    """
-    if x.is_cuda and x.dtype != torch.float64:
-        return forward_triton(x, z, weight, eps)
-    return forward_reference(x, z, weight, eps)
-
-
-def backward(
-    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, weight_grad: bool = True, out: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (dx, dz [T, H, D], dweight [D] or None).
-
-    Args:
-        dy, x: [T, H, D], contiguous.
-        z: [T, H, D], columns of a wider tensor perhaps.
-        out: [T, H, D], where dz is written; columns of a wider tensor perhaps.
-    """
-    if x.is_cuda and x.dtype != torch.float64:
-        return backward_triton(dy, x, z, weight, eps, weight_grad, out)
-    return backward_reference(dy, x, z, weight, eps, weight_grad, out)
+forward = by_device(forward_reference, forward_triton, float64=False)
+backward = by_device(backward_reference, backward_triton, at=1, float64=False)

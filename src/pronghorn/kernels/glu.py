@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.quantise import RowCodes, larger, store_codes_of_parts
 from pronghorn.kernels.tanh import tanh
 
@@ -30,7 +30,12 @@ MAX_RANK = 128
 
 
 def forward_reference(gate_up: Tensor, activation: Activation, codes: RowCodes | None = None) -> Tensor:
-    """Do what `forward` does, in plain torch."""
+    """Return a [T, I].
+
+    Args:
+        gate_up: [T, 2·I], contiguous, g in the first I columns.
+        codes: where those of a are written, if they are wanted.
+    """
     gate, up = gate_up.chunk(2, -1)
     a = _activate_reference(gate, activation) * up
     if codes is not None:
@@ -56,7 +61,13 @@ def backward_reference_(
     codes: RowCodes | None = None,
     columns: Tensor | None = None,
 ) -> Tensor:
-    """Do what `backward_` does, in plain torch."""
+    """Compute d gate_up [T, 2·I] from da [T, I], contiguous, whose place a, computed again, takes.
+
+    Args:
+        donated: nobody needs `gate_up` any more: its place may be taken.
+        codes: where those of d gate_up · columns are written, if they are wanted.
+        columns: [2·I], given with `codes`.
+    """
     with torch.enable_grad():
         leaf = gate_up.detach().requires_grad_()
         a = forward_reference(leaf, activation)
@@ -271,16 +282,7 @@ def backward_triton_(
     return dgu
 
 
-def forward(gate_up: Tensor, activation: Activation, codes: RowCodes | None = None) -> Tensor:
-    """Return a [T, I].
-
-    Args:
-        gate_up: [T, 2·I], contiguous, g in the first I columns.
-        codes: where those of a are written, if they are wanted.
-    """
-    if gate_up.is_cuda:
-        return forward_triton(gate_up, activation, codes)
-    return forward_reference(gate_up, activation, codes)
+forward = by_device(forward_reference, forward_triton)
 
 
 def forward_with_low_rank_(
@@ -298,21 +300,4 @@ def forward_with_low_rank_(
     return forward_with_low_rank_reference_(gate_up, xa, b, scale, activation, ranks)
 
 
-def backward_(
-    da: Tensor,
-    gate_up: Tensor,
-    activation: Activation,
-    donated: bool = False,
-    codes: RowCodes | None = None,
-    columns: Tensor | None = None,
-) -> Tensor:
-    """Compute d gate_up [T, 2·I] from da [T, I], contiguous, whose place a, computed again, takes.
-
-    Args:
-        donated: nobody needs `gate_up` any more: its place may be taken.
-        codes: where those of d gate_up · columns are written, if they are wanted.
-        columns: [2·I], given with `codes`.
-    """
-    if gate_up.is_cuda:
-        return backward_triton_(da, gate_up, activation, donated, codes, columns)
-    return backward_reference_(da, gate_up, activation, donated, codes, columns)
+backward_ = by_device(backward_reference_, backward_triton_, at=1)

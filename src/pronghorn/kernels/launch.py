@@ -7,7 +7,9 @@ kind goes through Triton, which compiles it and returns the compiled kernel; lat
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +30,10 @@ except ImportError:
 
     triton = tl = _Absent()
 
-__all__ = ["cdiv", "launch", "next_power_of_2", "tl", "triton"]
+__all__ = ["by_device", "cdiv", "launch", "next_power_of_2", "tl", "triton"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _ALIGNMENT = 16
 """Bytes that Triton specialises the addresses of tensors by."""
@@ -60,6 +65,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         names = kernel.arg_names[len(args) :]
         if all(name in options for name in names):
             _compiled[key] = compiled, tuple(options[name] for name in names)
+
+
+def by_device(reference: Callable[P, R], kernel: Callable[P, R], at: int = 0, float64: bool = True) -> Callable[P, R]:
+    """Return the operation that a reference and a kernel compute, which is documented at the reference: by the kernel
+    on a GPU, by the reference elsewhere.
+
+    Args:
+        at: which argument tells where the tensors are; it is given by position.
+        float64: whether the kernel serves float64, too.
+    """
+
+    @functools.wraps(reference)
+    def operation(*args: P.args, **named: P.kwargs) -> R:
+        x: Any = args[at]
+        return (kernel if x.is_cuda and (float64 or x.dtype != torch.float64) else reference)(*args, **named)
+
+    return operation
 
 
 def cdiv(a: int, b: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from pronghorn.kernels.glu import _activate
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, next_power_of_2, tl, triton
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,28 @@ class Gate:
 
 
 def forward_reference(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) -> Tensor:
-    """Do what `forward` does, in plain torch."""
+    """Activate rows.
+
+    Args:
+        h: [S, 2·I], contiguous.
+        bias: [E, 2·I] or None; experts: int32 [S], the expert of each row.
+    Returns:
+        a: [S, I].
+    """
     return _activate_reference(_biased(h, bias, experts), gate).to(h.dtype)
 
 
 def backward_reference_(
     d: Tensor, h: Tensor, weights: Tensor, slots: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Do what `backward_` does, in plain torch."""
+    """Return (dh, dw), and put w·a in the place of d.
+
+    Args:
+        d: [S, I], contiguous, overwritten: the gradient before it is weighted.
+        weights: [T, K]; slots: int32 [S], where in it each row's weight lies.
+    Returns:
+        dh: [S, 2·I] in h's dtype; dw: [T, K] in the weights'.
+    """
     index = slots.long()
     with torch.enable_grad():
         leaf = _biased(h, bias, experts).detach().requires_grad_()
@@ -185,31 +199,5 @@ def backward_triton_(
     return dh, dw
 
 
-def forward(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) -> Tensor:
-    """Activate rows.
-
-    Args:
-        h: [S, 2·I], contiguous.
-        bias: [E, 2·I] or None; experts: int32 [S], the expert of each row.
-    Returns:
-        a: [S, I].
-    """
-    if h.is_cuda:
-        return forward_triton(h, gate, bias, experts)
-    return forward_reference(h, gate, bias, experts)
-
-
-def backward_(
-    d: Tensor, h: Tensor, weights: Tensor, slots: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return (dh, dw), and put w·a in the place of d.
-
-    Args:
-        d: [S, I], contiguous, overwritten: the gradient before it is weighted.
-        weights: [T, K]; slots: int32 [S], where in it each row's weight lies.
-    Returns:
-        dh: [S, 2·I] in h's dtype; dw: [T, K] in the weights'.
-    """
-    if h.is_cuda:
-        return backward_triton_(d, h, weights, slots, gate, bias, experts)
-    return backward_reference_(d, h, weights, slots, gate, bias, experts)
+forward = by_device(forward_reference, forward_triton)
+backward_ = by_device(backward_reference_, backward_triton_, at=1)

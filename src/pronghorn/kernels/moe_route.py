@@ -10,13 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, next_power_of_2, tl, triton
 
 BLOCK = 128
 
 
 def route_reference(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    """Do what `route` does, by a stable sort and a search in it."""
+    """Return offsets [E], slots [S], tokens [S], experts [S] and inverse [T, K], int32 (`moe.route.Routing`).
+
+    Args:
+        top_k_index: integers [T, K] in [0, num_experts); S = T·K.
+        num_experts: E.
+    """
     ids = top_k_index.flatten().to(torch.int32)
     experts, slots = ids.sort(stable=True)
     every = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
@@ -85,13 +90,4 @@ def route_triton(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     return offsets, slots, tokens, experts, inverse.view(top_k_index.shape)
 
 
-def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    """Return offsets [E], slots [S], tokens [S], experts [S] and inverse [T, K], int32 (`moe.route.Routing`).
-
-    Args:
-        top_k_index: integers [T, K] in [0, num_experts); S = T·K.
-        num_experts: E.
-    """
-    if top_k_index.is_cuda:
-        return route_triton(top_k_index, num_experts)
-    return route_reference(top_k_index, num_experts)
+route = by_device(route_reference, route_triton)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, next_power_of_2, tl, triton
 
 
 class Rows(NamedTuple):
@@ -34,7 +34,16 @@ def gather_reference(x: Tensor, rows: Rows) -> Tensor:
 def combine_reference(
     x: Tensor, rows: Tensor, weights: Tensor | None = None, bias: Tensor | None = None, experts: Tensor | None = None
 ) -> Tensor:
-    """Do what `combine` does, in plain torch."""
+    """Add up each token's rows.
+
+    Args:
+        x: [S, H], contiguous.
+        rows: int32 [T, K], which rows of x are a token's.
+        weights: [T, K], any float dtype; None for ones.
+        bias: [E, H], added to each row by its expert before it is weighted, with experts: integers [T, K].
+    Returns:
+        [T, H] in x's dtype.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     picked = x[rows].to(wide)
     if bias is not None and experts is not None:
@@ -108,7 +117,7 @@ def gather_triton(x: Tensor, places: Tensor) -> Tensor:
 
 
 def combine_triton(
-    x: Tensor, rows: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
+    x: Tensor, rows: Tensor, weights: Tensor | None = None, bias: Tensor | None = None, experts: Tensor | None = None
 ) -> Tensor:
     """Do what `combine` does, by its Triton kernel."""
     (tokens, k), width = rows.shape, x.shape[1]
@@ -131,19 +140,4 @@ def gather(x: Tensor, rows: Rows) -> Tensor:
     return gather_reference(x, rows)
 
 
-def combine(
-    x: Tensor, rows: Tensor, weights: Tensor | None = None, bias: Tensor | None = None, experts: Tensor | None = None
-) -> Tensor:
-    """Add up each token's rows.
-
-    Args:
-        x: [S, H], contiguous.
-        rows: int32 [T, K], which rows of x are a token's.
-        weights: [T, K], any float dtype; None for ones.
-        bias: [E, H], added to each row by its expert before it is weighted, with experts: integers [T, K].
-    Returns:
-        [T, H] in x's dtype.
-    """
-    if x.is_cuda:
-        return combine_triton(x, rows, weights, bias, experts)
-    return combine_reference(x, rows, weights, bias, experts)
+combine = by_device(combine_reference, combine_triton)

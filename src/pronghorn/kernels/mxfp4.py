@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.grouped_gemm import multiply, multiply_some, wide_tile
-from pronghorn.kernels.launch import cdiv, launch, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.packed import PackedExperts
 from pronghorn.kernels.small_floats import decode_e2m1, unpack_e2m1
@@ -36,7 +36,7 @@ class MXFP4Tensor(PackedExperts):
 
 
 def write_out_reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Do what `write_out` does, in plain torch."""
+    """Return the numbers of blocks uint8 [..., G, 16] and scales uint8 [..., G] as [..., 32·G] in `dtype`."""
     wide = torch.ldexp(unpack_e2m1(blocks), scales[..., None].int() - 127)
     return wide.flatten(-2).to(dtype)
 
@@ -74,11 +74,7 @@ def write_out_triton(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     return out
 
 
-def write_out(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of blocks uint8 [..., G, 16] and scales uint8 [..., G] as [..., 32·G] in `dtype`."""
-    if blocks.is_cuda:
-        return write_out_triton(blocks, scales, dtype)
-    return write_out_reference(blocks, scales, dtype)
+write_out = by_device(write_out_reference, write_out_triton)
 
 
 def multiply_packed(

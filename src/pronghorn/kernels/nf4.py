@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import cdiv, launch, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.quantise import DTYPE, weight_scales
 
 BYTES = 4096
@@ -72,12 +72,16 @@ class NF4Weight:
 
 
 def write_out_reference(weight: NF4Weight, out: Tensor) -> None:
-    """Do what `write_out` does, in plain torch."""
+    """Write W into `out` [N, K], contiguous, in its dtype."""
     out.copy_(_values(weight, weight.statistics()))
 
 
-def write_codes_reference(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool) -> None:
-    """Do what `write_codes` does, in plain torch."""
+def write_codes_reference(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool = False) -> None:
+    """Write W's codes into `out` [N, K], or [K, N] if `across`; either may be columns of a wider tensor.
+
+    Args:
+        inverse: 1 / s, float32 [N].
+    """
     factors = (weight.statistics().view(weight.shape[0], -1) * inverse[:, None]).flatten()
     codes = _values(weight, factors).to(DTYPE).view(torch.uint8)
     out.view(torch.uint8).copy_(codes.t() if across else codes)
@@ -178,7 +182,7 @@ def write_out_triton(weight: NF4Weight, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def write_codes_triton(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool) -> None:
+def write_codes_triton(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool = False) -> None:
     """Do what `write_codes` does, by its Triton kernel."""
     tensors, outer = _tensors(weight)
     rows, blocks = ACROSS if across else ALONG
@@ -190,12 +194,7 @@ def write_codes_triton(weight: NF4Weight, inverse: Tensor, out: Tensor, across: 
     )  # fmt: skip
 
 
-def write_out(weight: NF4Weight, out: Tensor) -> None:
-    """Write W into `out` [N, K], contiguous, in its dtype."""
-    if out.is_cuda:
-        write_out_triton(weight, out)
-    else:
-        write_out_reference(weight, out)
+write_out = by_device(write_out_reference, write_out_triton, at=1)
 
 
 def dequantise(parameter: Any) -> Tensor:
@@ -211,13 +210,4 @@ def dequantise(parameter: Any) -> Tensor:
     return out
 
 
-def write_codes(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool = False) -> None:
-    """Write W's codes into `out` [N, K], or [K, N] if `across`; either may be columns of a wider tensor.
-
-    Args:
-        inverse: 1 / s, float32 [N].
-    """
-    if out.is_cuda:
-        write_codes_triton(weight, inverse, out, across)
-    else:
-        write_codes_reference(weight, inverse, out, across)
+write_codes = by_device(write_codes_reference, write_codes_triton, at=2)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import cdiv, launch, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.small_floats import decode_e2m1, decode_e4m3, unpack_e2m1
 
@@ -33,7 +33,11 @@ class NVFP4Tensor(PackedTensor):
 
 
 def write_out_reference(codes: Tensor, scales: Tensor, scale: Tensor, out: Tensor, divides: bool) -> None:
-    """Do what `write_out` does, in plain torch."""
+    """Write W into `out` [N, K], contiguous, in its dtype.
+
+    Args:
+        codes: uint8 [N, K/2]; scales: e4m3 [N, K/16]; scale: g, float32 [1], or its inverse if `divides`.
+    """
     factors = scales.float() / scale if divides else scales.float() * scale
     numbers = unpack_e2m1(codes).view(*scales.shape, GROUP)
     out.copy_((numbers * factors[..., None]).view(out.shape))
@@ -66,13 +70,4 @@ def write_out_triton(codes: Tensor, scales: Tensor, scale: Tensor, out: Tensor, 
     )  # fmt: skip
 
 
-def write_out(codes: Tensor, scales: Tensor, scale: Tensor, out: Tensor, divides: bool) -> None:
-    """Write W into `out` [N, K], contiguous, in its dtype.
-
-    Args:
-        codes: uint8 [N, K/2]; scales: e4m3 [N, K/16]; scale: g, float32 [1], or its inverse if `divides`.
-    """
-    if out.is_cuda:
-        write_out_triton(codes, scales, scale, out, divides)
-    else:
-        write_out_reference(codes, scales, scale, out, divides)
+write_out = by_device(write_out_reference, write_out_triton, at=3)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, next_power_of_2, tl, triton
 
 LIMIT = 448.0
 """The largest number in e4m3."""
@@ -54,7 +54,12 @@ class RowCodes(NamedTuple):
 
 
 def quantise_rows_reference(x: Tensor, columns: Tensor | None = None) -> RowCodes:
-    """Do what `quantise_rows` does, in plain torch."""
+    """Return the codes of x [T, K]; a row that isn't finite has codes that are NaN.
+
+    Args:
+        x: [T, K], its rows contiguous; may be columns of a wider tensor.
+        columns: c [K], any float dtype; None for ones.
+    """
     wide = x.float() if columns is None else x.float() * columns.float()
     scales = (wide.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)
     return RowCodes((wide * (1 / scales)).to(DTYPE), scales)
@@ -164,7 +169,7 @@ def _codes_across(
     tl.store(to, tl.trans(codes), mask=tl.trans(inside))
 
 
-def quantise_rows_triton(x: Tensor, columns: Tensor | None) -> RowCodes:
+def quantise_rows_triton(x: Tensor, columns: Tensor | None = None) -> RowCodes:
     """Do what `quantise_rows` does, by its Triton kernel."""
     count, size = x.shape
     made = RowCodes.like(x)
@@ -195,34 +200,18 @@ def write_codes_across_triton(weight: Tensor, inverse: Tensor, out: Tensor) -> N
 
 
 def write_codes_across_reference(weight: Tensor, inverse: Tensor, out: Tensor) -> None:
-    """Do what `write_codes_across` does, in plain torch."""
-    codes = (weight.float() * inverse[:, None]).to(DTYPE)
-    out.view(torch.uint8).copy_(codes.view(torch.uint8).t())
-
-
-def write_codes_across(weight: Tensor, inverse: Tensor, out: Tensor) -> None:
     """Write e4m3(w_nk · inverse_n) of a weight [N, K] into `out` [K, N], which may be columns of a wider tensor.
 
     Args:
         weight: contiguous; inverse: 1 / s, float32 [N], of scales that are at least `weight_scales` of its rows, since
             what is larger than e4m3's largest number is NaN for one of the two implementations and not for the other.
     """
-    if weight.is_cuda:
-        write_codes_across_triton(weight, inverse, out)
-    else:
-        write_codes_across_reference(weight, inverse, out)
+    codes = (weight.float() * inverse[:, None]).to(DTYPE)
+    out.view(torch.uint8).copy_(codes.view(torch.uint8).t())
 
 
-def quantise_rows(x: Tensor, columns: Tensor | None = None) -> RowCodes:
-    """Return the codes of x [T, K]; a row that isn't finite has codes that are NaN.
-
-    Args:
-        x: [T, K], its rows contiguous; may be columns of a wider tensor.
-        columns: c [K], any float dtype; None for ones.
-    """
-    if x.is_cuda:
-        return quantise_rows_triton(x, columns)
-    return quantise_rows_reference(x, columns)
+write_codes_across = by_device(write_codes_across_reference, write_codes_across_triton)
+quantise_rows = by_device(quantise_rows_reference, quantise_rows_triton)
 
 
 def weight_scales(most: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.kernels.quantise import RowCodes, store_codes
 
@@ -29,7 +29,13 @@ def forward_reference(
     out: Tensor | None = None,
     codes: RowCodes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `forward` does, in plain torch."""
+    """Return (y in `dtype`, or x's; r [..., 1] in float32 (float64)).
+
+    Args:
+        x: [..., H], contiguous; or [T, H] columns of a wider tensor.
+        out: [T, H], where y is written, columns of a wider tensor perhaps.
+        codes: where those of y [T, H] are written, if they are wanted.
+    """
     wide = x.to(_wide(x))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = (wide * rstd * (weight.to(wide.dtype) + offset)).to(dtype or x.dtype)
@@ -51,7 +57,15 @@ def backward_reference(
     codes: RowCodes | None = None,
     columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what `backward` does, in plain torch."""
+    """Return (dx in x's dtype, dw in the weight's or None).
+
+    Args:
+        dy, x: [..., H], contiguous; or [T, H] columns of wider tensors.
+        residual_grad: [..., H], of what x went on to besides, is added to dx before it is rounded.
+        out: [T, H], where dx is written; it may be dy.
+        codes: where those of dx · columns [T, H] are written, if they are wanted.
+        columns: [H], given with `codes`.
+    """
     wide, grad = x.to(rstd.dtype), dy.to(rstd.dtype)
     scaled = grad * (weight.to(rstd.dtype) + offset)
     dx = rstd * (scaled - wide * rstd.square() * (scaled * wide).mean(-1, keepdim=True))
@@ -239,48 +253,5 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    codes: RowCodes | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (y in `dtype`, or x's; r [..., 1] in float32 (float64)).
-
-    Args:
-        x: [..., H], contiguous; or [T, H] columns of a wider tensor.
-        out: [T, H], where y is written, columns of a wider tensor perhaps.
-        codes: where those of y [T, H] are written, if they are wanted.
-    """
-    if x.is_cuda:
-        return forward_triton(x, weight, eps, offset, dtype, out, codes)
-    return forward_reference(x, weight, eps, offset, dtype, out, codes)
-
-
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    weight_grad: bool,
-    residual_grad: Tensor | None = None,
-    out: Tensor | None = None,
-    codes: RowCodes | None = None,
-    columns: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return (dx in x's dtype, dw in the weight's or None).
-
-    Args:
-        dy, x: [..., H], contiguous; or [T, H] columns of wider tensors.
-        residual_grad: [..., H], of what x went on to besides, is added to dx before it is rounded.
-        out: [T, H], where dx is written; it may be dy.
-        codes: where those of dx · columns [T, H] are written, if they are wanted.
-        columns: [H], given with `codes`.
-    """
-    if x.is_cuda:
-        return backward_triton(dy, x, weight, rstd, offset, weight_grad, residual_grad, out, codes, columns)
-    return backward_reference(dy, x, weight, rstd, offset, weight_grad, residual_grad, out, codes, columns)
+forward = by_device(forward_reference, forward_triton)
+backward = by_device(backward_reference, backward_triton, at=1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels import rms_norm
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import by_device, cdiv, launch, next_power_of_2, tl, triton
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,12 @@ class Heads:
 
 
 def forward_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `forward` does, in plain torch."""
+    """Return q, k and v for attention. Without qk-norm they are views of `qkv`, which is rotated in place.
+
+    Args:
+        qkv: [T, (H + 2·H_kv)·D], contiguous.
+        cos, sin: [T, D_r], both halves equal.
+    """
     q, k, v = heads.split(qkv)
     if heads.query_norm is None or heads.key_norm is None:
         q.copy_(_turn(q, cos, sin))
@@ -73,7 +78,15 @@ def forward_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tu
 def backward_reference_(
     dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None, weight_grad: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Do what `backward_` does, in plain torch."""
+    """Return the gradient of `forward`'s argument, in place of that of its results.
+
+    Args:
+        dqkv: [T, H + 2·H_kv, D], contiguous: dq, dk and dv side by side.
+        qkv: what `forward` was given, where there is qk-norm.
+        weight_grad: whether the norms' weights have gradients, too.
+    Returns:
+        ([T, (H + 2·H_kv)·D], the same storage; d query_norm and d key_norm [D], or None).
+    """
     dq, dk, _ = heads.split(dqkv)
     raw = (None, None) if qkv is None else heads.split(qkv)[:2]
     weight_grads: list[Tensor | None] = []
@@ -277,30 +290,5 @@ def backward_triton_(
     return dqkv.flatten(1), whole[0].to(query.dtype), whole[1].to(key.dtype)
 
 
-def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v for attention. Without qk-norm they are views of `qkv`, which is rotated in place.
-
-    Args:
-        qkv: [T, (H + 2·H_kv)·D], contiguous.
-        cos, sin: [T, D_r], both halves equal.
-    """
-    if qkv.is_cuda:
-        return forward_triton(qkv, cos, sin, heads)
-    return forward_reference(qkv, cos, sin, heads)
-
-
-def backward_(
-    dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None, weight_grad: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradient of `forward`'s argument, in place of that of its results.
-
-    Args:
-        dqkv: [T, H + 2·H_kv, D], contiguous: dq, dk and dv side by side.
-        qkv: what `forward` was given, where there is qk-norm.
-        weight_grad: whether the norms' weights have gradients, too.
-    Returns:
-        ([T, (H + 2·H_kv)·D], the same storage; d query_norm and d key_norm [D], or None).
-    """
-    if dqkv.is_cuda:
-        return backward_triton_(dqkv, cos, sin, heads, qkv, weight_grad)
-    return backward_reference_(dqkv, cos, sin, heads, qkv, weight_grad)
+forward = by_device(forward_reference, forward_triton)
+backward_ = by_device(backward_reference_, backward_triton_)

@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 
 from pronghorn.kernels.causal_conv import convolve_reference
 from pronghorn.kernels.once import refuse_second_derivatives
-from pronghorn.layers.subclass import subclass
+from pronghorn.layers.subclass import subclass, with_globals
 from pronghorn.memory.recompute import has_own_forward
 
 _FUNCTION = "causal_conv1d_fn"
@@ -53,16 +53,7 @@ def _falls_back(own: Any) -> Callable[..., Any] | None:
 @functools.cache
 def _isolated_class(original: Any, called: Callable[..., Any]) -> type[nn.Module]:
     method: Any = inspect.unwrap(original.forward)
-    convolution = functools.partial(convolve, called)
-    forward = types.FunctionType(
-        method.__code__,
-        {**method.__globals__, _FUNCTION: convolution},
-        "forward",
-        method.__defaults__,
-        method.__closure__,
-    )
-    forward.__kwdefaults__ = method.__kwdefaults__
-    return subclass(original, forward=forward)
+    return subclass(original, forward=with_globals(method, **{_FUNCTION: functools.partial(convolve, called)}))
 
 
 def convolve(

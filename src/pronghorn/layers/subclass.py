@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,19 @@ def subclass(own: Any, *mixins: type, **members: Any) -> type[nn.Module]:
     """Make a subclass with other members; of the same name, by which transformers, TRL, saving and FSDP look it up."""
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (*mixins, own), {**members, **names, _OWN: own})
+
+
+def with_globals(function: types.FunctionType, **others: Any) -> types.FunctionType:
+    """Make a function of the same code that finds other things under some of its module's names."""
+    made = types.FunctionType(
+        function.__code__,
+        function.__globals__ | others,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def moving(original: Any, moved: Callable[[Any], None]) -> Any:

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -130,6 +130,19 @@ def unfused_reason(model: Any, autocast: torch.dtype | None) -> str | None:
     return FusedLayers(model.base_model, check_config(model.config), "auto").reason(autocast)
 
 
+class How(TypedDict, total=False):
+    """How a model is about to be trained, as `setup_of` takes it."""
+
+    autocast: torch.dtype | None
+    """The dtype of autocast, if any."""
+    padded: int
+    """Rows of a micro-batch, if it is padded instead of packed."""
+    accumulates: bool
+    """Whether a step has several micro-batches."""
+    optimizer: str
+    """Its name, one of `OptimizerName`."""
+
+
 def setup_of(
     model: Any,
     tokens: int,
@@ -138,14 +151,10 @@ def setup_of(
     accumulates: bool = True,
     optimizer: str = "adamw_torch_fused",
 ) -> TrainSetup:
-    """Read how a model is about to be trained, with the adapters and the dtype that it has.
+    """Read how a model is about to be trained (`How`), with the adapters and the dtype that it has.
 
     Args:
         tokens: of a micro-batch.
-        autocast: dtype of autocast, if any.
-        padded: rows of a micro-batch, if it is padded instead of packed.
-        accumulates: whether a step has several micro-batches.
-        optimizer: its name, one of `OptimizerName`.
     """
     base, handle = base_causal_lm(model), attached(model)
     family, ranks = check_config(base.config), dict[str, int]()
@@ -228,16 +237,7 @@ def _bytes_a_number(weights: list[Any]) -> float:
     return stored / sum(each.numel() for each in weights)
 
 
-def resolve(
-    handle: Handle,
-    rows: int,
-    row_tokens: int,
-    *,
-    packs: bool,
-    autocast: torch.dtype | None,
-    accumulates: bool,
-    optimizer: str = "adamw_torch_fused",
-) -> Plan | None:
+def resolve(handle: Handle, rows: int, row_tokens: int, *, packs: bool, **how: Unpack[How]) -> Plan | None:
     """Return an attached model's plan; make it now where `auto` waited for the size of a micro-batch.
 
     That is `rows` times `row_tokens` (0: unknown). Models on the CPU or several devices recompute their layers. What no
@@ -246,7 +246,7 @@ def resolve(
 
     Args:
         packs: rows are packed, not padded.
-        autocast, accumulates, optimizer: as `setup_of` takes them.
+        how: all but `padded`.
     Raises:
         PlanDoesNotFit: with what would.
     """
@@ -257,30 +257,12 @@ def resolve(
     if refusal(model, fused=packs and handle.fuses) is not None:
         tries = asked.budget_bytes is None and not asked.mlp_rows and processes() == 1
         return handle.replan(Plan.keep()).plan if tries else asked
-    padded = 0 if packs else rows
-    made = plan_for(
-        model,
-        tokens,
-        asked.budget_bytes,
-        autocast=autocast,
-        padded=padded,
-        accumulates=accumulates,
-        optimizer=optimizer,
-        mlp_rows=asked.mlp_rows,
-    )
-    return handle.replan(made).plan
+    how["padded"] = 0 if packs else rows
+    return handle.replan(plan_for(model, tokens, asked.budget_bytes, mlp_rows=asked.mlp_rows, **how)).plan
 
 
 def plan_for(
-    model: Any,
-    tokens: int,
-    budget_bytes: int | None = None,
-    *,
-    autocast: torch.dtype | None = None,
-    padded: int = 0,
-    accumulates: bool = True,
-    optimizer: str = "adamw_torch_fused",
-    mlp_rows: int = 0,
+    model: Any, tokens: int, budget_bytes: int | None = None, *, mlp_rows: int = 0, **how: Unpack[How]
 ) -> Plan:
     """Decide what `auto` means on CUDA: everything kept where that fits, else the fastest plan that does.
 
@@ -292,13 +274,12 @@ def plan_for(
         model: on one CUDA device, with its adapters, before or after `attach`; its plan isn't changed.
         tokens: of a micro-batch: rows a step times max_seq_length.
         budget_bytes: of the process; None for all that `available` tells, which is the most.
-        autocast, padded, accumulates, optimizer: as `setup_of` takes them.
         mlp_rows: of the tiles that MLPs are to be computed in (`Plan.mlp_rows`).
     Raises:
         PlanDoesNotFit: with what would fit.
     """
     device = base_causal_lm(model).device
-    dims, setup = dims_of(model), setup_of(model, tokens, autocast, padded, accumulates, optimizer)
+    dims, setup = dims_of(model), setup_of(model, tokens, **how)
     spec = smallest_device(device)
     shared = sharded(base_causal_lm(model))
     room = available(device, 0 if shared is None else shared.mapped_bytes)
@@ -306,10 +287,10 @@ def plan_for(
     asked = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=mlp_rows, undecided=True)
     # by the table first: where everything can be kept no time matters
     made = plan(dims, setup, spec, budget, asked=asked)
-    if padded or (set(made.policies) == {Policy.KEEP} and not made.codes_written):
+    if how.get("padded") or (set(made.policies) == {Policy.KEEP} and not made.codes_written):
         return made
     try:
-        times: StepTimes | None = measured_times(model, dims, setup, spec, autocast)
+        times: StepTimes | None = measured_times(model, dims, setup, spec, how.get("autocast"))
     except torch.OutOfMemoryError:
         times = None
     measured = _everywhere(times)
@@ -319,30 +300,21 @@ def plan_for(
     return plan(dims, setup, spec, budget, measured[0], asked)
 
 
-def smaller_plan(
-    model: Any,
-    tokens: int,
-    made: Plan,
-    *,
-    autocast: torch.dtype | None = None,
-    padded: int = 0,
-    accumulates: bool = True,
-    optimizer: str = "adamw_torch_fused",
-) -> Plan | None:
+def smaller_plan(model: Any, tokens: int, made: Plan, **how: Unpack[How]) -> Plan | None:
     """Make the fastest plan for `LESS` less memory than one that ran out of it, and for no more than there is now.
 
     By the device's estimate: nothing runs. None where the plan was asked for and not made, or nothing fits.
 
     Args:
         made: the plan that ran out.
-        tokens, autocast, padded, accumulates, optimizer: as `plan_for` took them.
+        tokens, how: as `plan_for` took them.
     """
     if "process" not in made.predicted:
         return None
     device = base_causal_lm(model).device
     budget = min(int((1 - LESS) * made.predicted["process"]), available(device))
     asked = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=made.mlp_rows, undecided=True)
-    setup = setup_of(model, tokens, autocast, padded, accumulates, optimizer)
+    setup = setup_of(model, tokens, **how)
     try:
         return plan(dims_of(model), setup, cuda_device_spec(device), budget, asked=asked)
     except PlanDoesNotFit:

@@ -33,6 +33,7 @@ from pronghorn.kernels.nf4_experts import NF4Tensor
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.build import watched
 from pronghorn.layers.expert_codes import codes_for
+from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import own_class, subclass
 from pronghorn.models.families import set_experts
 from pronghorn.moe.experts import Experts, LowRank, experts
@@ -207,9 +208,8 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     reason = refusal(module)
     if reason is not None:
         raise UnsupportedError(f"since attach, {reason}", "detach, change the model, then attach again")
-    kind = hidden_states.device.type
     (gate_up, gate_up_lora, gate_up_bias), (down, down_lora, down_bias) = low_rank_weights(module)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else gate_up.dtype
+    dtype = products_dtype(gate_up)
     codes = codes_for(module, gate_up, down)
     if not module.is_transposed:
         gate_up, down = (
@@ -219,7 +219,7 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     assert activation is not None
     layer = Experts(gate_up, down, activation, gate_up_bias, down_bias, gate_up_lora, down_lora, codes)
     way, _ = choose(hidden_states.device, dtype, _sizes(module))
-    with torch.autocast(kind, enabled=False):  # the function chooses every dtype itself
+    with torch.autocast(hidden_states.device.type, enabled=False):  # the function chooses every dtype itself
         routing = route(top_k_index, module.num_experts)
         out = experts(hidden_states.to(dtype).contiguous(), top_k_weights, routing, layer, way)
     return out.to(hidden_states.dtype)

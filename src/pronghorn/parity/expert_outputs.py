@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pronghorn.layers.linears import products_dtype
 from pronghorn.models.experts import index_of, low_rank_weights, refusal
 from pronghorn.models.passes import after_forward
 from pronghorn.parity.distance import THREE_WAY, ratio
@@ -70,15 +71,13 @@ def compared_outputs(model: Any, wide: torch.dtype) -> Iterator[list[TokenError]
 def _compared(
     module: Any, name: str, x: Tensor, index: Tensor, weights: Tensor, out: Tensor, wide: torch.dtype
 ) -> Iterator[TokenError]:
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x)
     with torch.enable_grad():
         given = x.clone().requires_grad_(), weights.clone().requires_grad_()
         again = type(module).forward(module, given[0], index, given[1])
         ours = (out, *torch.autograd.grad(again, given, dy, materialize_grads=True))
-    with torch.autocast(kind, enabled=False):
-        plain, _ = terms(module, x, index, weights, dy, dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        plain, _ = terms(module, x, index, weights, dy, products_dtype(x))
         exact, sizes = terms(module, x, index, weights, dy, wide)
     for what, mine, near, right, size in zip(("output", "input's gradient", "weights' gradient"),
                                              ours, plain, exact, sizes, strict=True):  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pronghorn.layers.subclass import own_class, subclass
+from pronghorn.layers.subclass import own_class, subclass, with_globals
 
 
 @contextmanager
@@ -45,10 +45,7 @@ def _unwrapped(own: type) -> dict[str, Any]:
         called = {each: method.__globals__[each] for each in method.__code__.co_names if each in method.__globals__}
         plain = {each: _own(f) for each, f in called.items() if _stands_for_another(f)}
         if plain:
-            members[name] = types.FunctionType(
-                method.__code__, method.__globals__ | plain, name, method.__defaults__, method.__closure__
-            )
-            members[name].__kwdefaults__ = method.__kwdefaults__
+            members[name] = with_globals(method, **plain)
     return members
 
 
@@ -64,10 +61,7 @@ class _InFloat64:
 def _own(function: Any) -> Callable[..., Any]:
     """Return transformers' own function, which a choice wraps. Given float64 it computes in float64 throughout."""
     plain: Any = inspect.unwrap(function)
-    wide = types.FunctionType(
-        plain.__code__, plain.__globals__ | {"torch": _InFloat64()}, None, plain.__defaults__, plain.__closure__
-    )
-    wide.__kwdefaults__ = plain.__kwdefaults__
+    wide = with_globals(plain, torch=_InFloat64())
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))

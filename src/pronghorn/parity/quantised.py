@@ -23,6 +23,7 @@ from pronghorn.kernels.nf4 import NF4Weight, write_codes_reference
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, quantise_rows_reference, weight_scales
 from pronghorn.layers.fused_linear import FusedLinear
+from pronghorn.layers.linears import products_dtype
 from pronghorn.parity.distance import Distance, distance
 from pronghorn.precision.source import Activation
 
@@ -65,8 +66,7 @@ class _Product:
     def output(self, index: int, x: Tensor) -> Tensor:
         """Return the output of one linear."""
         if self._x is not x or index not in self._outputs:
-            kind = x.device.type
-            wide = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+            wide = x.to(products_dtype(x))
             weights = [part for pair in quantised_weights(self._linears) for part in pair]
             own = None if self._forward else self._linears
             outputs = _Multiply.apply(wide.flatten(0, -2), own, *weights)

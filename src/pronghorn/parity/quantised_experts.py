@@ -21,6 +21,7 @@ from torch import Tensor
 from pronghorn.kernels.grouped_fp8 import multiply_fp8
 from pronghorn.kernels.quantise import quantise_rows_reference
 from pronghorn.layers.expert_codes import LentCodes
+from pronghorn.layers.linears import products_dtype
 from pronghorn.models.experts import low_rank_weights
 from pronghorn.parity.distance import Distance, distance
 from pronghorn.parity.quantised import ROWS, dequantised, fast_sums, random_rows
@@ -50,9 +51,8 @@ def _output(
     """Compute what an experts module gives: hidden [T, H], indices and weights [T, K]; returns [T, H]."""
     index = named["router_indices"] if top_k_index is None else top_k_index
     routed = named["routing_weights"] if top_k_weights is None else top_k_weights
-    kind = hidden_states.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
-    with torch.autocast(kind, enabled=False):
+    dtype = products_dtype(hidden_states)
+    with torch.autocast(hidden_states.device.type, enabled=False):
         x = hidden_states.to(dtype)
         out = torch.zeros_like(x)
         for e in index.unique().tolist():

@@ -45,36 +45,26 @@ _SOURCES = {
 }
 _TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 _NEEDLESS = {
-    "attention": KERNELS,
-    "attn_implementation": KERNELS,
+    **dict.fromkeys(
+        (
+            *("attention", "attn_implementation", "flash_attention", "sdp_attention", "xformers_attention"),
+            *("liger_glu_activation", "liger_layer_norm", "liger_rms_norm", "liger_rope"),
+            *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_o_kernel", "lora_qkv_kernel"),
+            "torch_compile",
+        ),
+        KERNELS,
+    ),
+    **dict.fromkeys(("eval_batch_size", "eval_sample_packing", "pad_to_sequence_len", "sample_packing"), PACKED),
+    **dict.fromkeys(("is_llama_derived_model", "model_type", "tokenizer_type"), "read from the model"),
     "auto_resume_from_checkpoints": "the same command goes on",
     "chat_template": "the tokenizer's own template is the default",
     "dataset_prepared_path": "tokenised data are cached by themselves",
-    "eval_batch_size": PACKED,
-    "eval_sample_packing": PACKED,
     "eot_tokens": "the end of a turn, as the template writes it, is supervised",
-    "flash_attention": KERNELS,
-    "is_llama_derived_model": "read from the model",
-    "liger_glu_activation": KERNELS,
-    "liger_fused_linear_cross_entropy": KERNELS,
-    "liger_layer_norm": KERNELS,
-    "liger_rms_norm": KERNELS,
-    "liger_rope": KERNELS,
-    "lora_mlp_kernel": KERNELS,
-    "lora_o_kernel": KERNELS,
-    "lora_qkv_kernel": KERNELS,
     "lora_target_linear": "adapter.target_modules: all-linear is the default",
-    "model_type": "read from the model",
-    "pad_to_sequence_len": PACKED,
     "quantize_moe_experts": "model.load_in_4bit stores experts so, too",
-    "sample_packing": PACKED,
     "save_safetensors": "weights are always saved so",
-    "sdp_attention": KERNELS,
     "shuffle_merged_datasets": "documents are always shuffled",
-    "tokenizer_type": "read from the model",
-    "torch_compile": KERNELS,
     "train_on_inputs": "data.loss_on: completion is the default",
-    "xformers_attention": KERNELS,
 }
 _LOST = {
     "base_model_config": "the checkpoint's own configuration and tokenizer are used",
@@ -298,9 +288,6 @@ def _turns(
     if template not in (None, "tokenizer_default", draft.given.get("chat_template")):
         draft.lost[f"{where}.chat_template"] = f"{template}: data.chat_template holds for all sources"
     form = "sharegpt" if role == "from" or kind.startswith("sharegpt") else "messages"
-    usual = ("from", "value") if form == "sharegpt" else ("role", "content")
-    if (role or usual[0], content or usual[1]) != usual:
-        told = f"{role} and {content}: call the turns' keys {usual[0]} and {usual[1]} in the data"
-        draft.lost[f"{where}.message_property_mappings"] = told
+    common.tell_keys(draft, f"{where}.message_property_mappings", (role, content), form)
     source["format"] = form
     columns["conversations" if form == "sharegpt" else "messages"] = field

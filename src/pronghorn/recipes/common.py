@@ -95,6 +95,13 @@ def tell_roles(draft: Draft, where: str, roles: Iterable[Any], form: str) -> Non
         draft.lost[where] = told
 
 
+def tell_keys(draft: Draft, where: str, keys: tuple[str | None, str | None], form: str) -> None:
+    """Tell of keys of a turn, its role's and its text's (None: as usual), that a format doesn't have here."""
+    role, content = ("from", "value") if form == "sharegpt" else ("role", "content")
+    if (keys[0] or role, keys[1] or content) != (role, content):
+        draft.lost[where] = f"{keys[0]} and {keys[1]}: call the turns' keys {role} and {content} in the data"
+
+
 def hold_out(draft: Draft, key: str) -> None:
     """Take over the share or the count of rows that are held out, unless held-out data are named."""
     amount = draft.asked(key)

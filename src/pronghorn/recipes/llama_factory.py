@@ -40,32 +40,24 @@ _READ = {
 }
 """What an entry of dataset_info.json says that is read, or asks for nothing."""
 _NEEDLESS = {
+    **dict.fromkeys(("enable_liger_kernel", "flash_attn", "shift_attn", "upcast_layernorm", "use_unsloth"), KERNELS),
+    **dict.fromkeys(("neat_packing", "packing", "per_device_eval_batch_size"), PACKED),
     "ddp_timeout": "leave it out",
     "do_eval": "data.eval is measured before and after training",
     "do_train": "pronghorn train trains",
-    "enable_liger_kernel": KERNELS,
-    "flash_attn": KERNELS,
-    "neat_packing": PACKED,
     "overwrite_cache": "the cache knows when data change",
     "overwrite_output_dir": "pronghorn train --overwrite",
-    "packing": PACKED,
-    "per_device_eval_batch_size": PACKED,
     "plot_loss": "report.html draws it",
     "pissa_convert": "adapters that begin so are saved as plain LoRA",
-    "shift_attn": KERNELS,
-    "upcast_layernorm": KERNELS,
-    "use_unsloth": KERNELS,
 }
 _LOST = {
     "double_quantization": "NF4's scales are always quantised, too",
     "enable_thinking": "the chat template decides how an answer without thoughts begins",
-    "galore_rank": "no GaLore: adapter.method: lora takes less memory",
-    "interleave_probs": "weights of the sources: data.train: [{path: …, weight: …}]",
+    **dict.fromkeys(("galore_rank", "use_galore"), "no GaLore: adapter.method: lora takes less memory"),
+    **dict.fromkeys(("interleave_probs", "mix_strategy"), "weights of the sources: data.train: [{path: …, weight: …}]"),
     "loraplus_lr_ratio": "one learning rate for all adapters",
-    "mix_strategy": "weights of the sources: data.train: [{path: …, weight: …}]",
     "pure_bf16": "weights that are trained whole are kept in float32",
     "quantization_bit": "model.load_in_4bit: true is 4 bits; others are not here",
-    "use_galore": "no GaLore: adapter.method: lora takes less memory",
 }
 
 
@@ -197,10 +189,7 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
         turns = columns.pop("messages", "conversations")
         keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
         form = "messages" if keys[0] == "role" else "sharegpt"
-        usual = ("role", "content") if form == "messages" else ("from", "value")
-        if keys != usual:
-            told = f"{keys[0]} and {keys[1]}: call the turns' keys {usual[0]} and {usual[1]} in the data"
-            draft.lost[f"dataset {name}.tags"] = told
+        common.tell_keys(draft, f"dataset {name}.tags", keys, form)
         roles = [value for tag, value in tags.items() if tag not in ("role_tag", "content_tag")]
         common.tell_roles(draft, f"dataset {name}.tags.roles", roles, form)
         renamed = {"conversations" if form == "sharegpt" else "messages": turns}

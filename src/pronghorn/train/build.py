@@ -85,20 +85,9 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             grow_embeddings(model, tokenizer, adapter.new_tokens, adapter.random_state)
         model = add_lora(
             model,
-            r=adapter.r,
-            lora_alpha=adapter.lora_alpha,
-            lora_dropout=adapter.lora_dropout,
+            **adapter.model_dump(exclude={"method", "new_tokens", "target_modules"}),
             target_modules=None if adapter.target_modules == [ALL_LINEAR] else adapter.target_modules,
-            target_parameters=adapter.target_parameters,
-            bias=adapter.bias,
-            use_rslora=adapter.use_rslora,
-            rank_pattern=adapter.rank_pattern,
-            alpha_pattern=adapter.alpha_pattern,
-            use_dora=adapter.use_dora,
-            init_lora_weights=adapter.init_lora_weights,
-            modules_to_save=adapter.modules_to_save,
             trainable_token_indices=trainable_tokens(model, tokenizer, adapter.new_tokens, adapter.modules_to_save),
-            random_state=adapter.random_state,
             adapter_dtype=recipe.precision.adapter_dtype,
         )
     keep_names(model)

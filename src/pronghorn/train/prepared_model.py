@@ -14,7 +14,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.adapter_files import CONVERTED, begins_by_chance
 from pronghorn.models.attach import Handle, attach, attached
-from pronghorn.models.auto_plan import resolve, smaller_plan
+from pronghorn.models.auto_plan import How, resolve, smaller_plan
 from pronghorn.train.oom_retry import tighten
 
 
@@ -122,14 +122,14 @@ class TighterPlans:
         handle, made = attached(self._model), None
         if handle is not None and ran_out is not self._made and processes() == 1:
             rows, row_tokens = self._args.per_device_train_batch_size, self._args.max_length or 0
-            padded = rows if self._padded else 0
             how = _how(self._args, self._autocast)
-            made = smaller_plan(handle.model, rows * row_tokens, ran_out, padded=padded, **how)
+            how["padded"] = rows if self._padded else 0
+            made = smaller_plan(handle.model, rows * row_tokens, ran_out, **how)
         self._made = made
         return tighten(ran_out) if made is None else made
 
 
-def _how(args: Any, autocast: torch.dtype | None) -> dict[str, Any]:
+def _how(args: Any, autocast: torch.dtype | None) -> How:
     """Say how the trainer's arguments train, for a plan."""
     return {
         "autocast": autocast,
