@@ -75,6 +75,7 @@ class FastLanguageModel:
         attention: Attention = "auto",
         compute: ComputeName = "dtype",
         experts_in_16bit: bool = False,
+        dropout: bool = True,
         trust_remote_code: bool = False,
         token: str | None = None,
         revision: str | None = None,
@@ -93,6 +94,7 @@ class FastLanguageModel:
                 knows the batch, and then on CUDA keeps what fits.
             full_finetuning: train every weight. Weights are kept in float32 (the trainer computes in 16 bits).
             attention, compute: as in `pronghorn.attach`.
+            dropout: False trains without the dropout of the model's configuration, which fused layers don't have.
             trust_remote_code: run Python code that comes with the checkpoint.
             token, revision: for the hub.
         Returns:
@@ -107,6 +109,7 @@ class FastLanguageModel:
             packing=packing,
             full_finetuning=full_finetuning,
             experts_in_16bit=experts_in_16bit,
+            dropout=dropout,
             trust_remote_code=trust_remote_code,
         )
         plan = Plan.asked(use_gradient_checkpointing)
@@ -129,6 +132,7 @@ class FastLanguageModel:
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
             experts_in_16bit=experts_in_16bit,
+            dropout=dropout,
             trust_remote_code=trust_remote_code,
             token=token,
             revision=revision,

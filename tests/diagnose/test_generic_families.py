@@ -91,7 +91,7 @@ def test_plan_refuses_an_unknown_family_and_says_what_to_do(model_type: str, sto
     done = CliRunner().invoke(app, ["plan", str(recipe_of(model_type, stories, tmp_path)), "--device", "h100"])
     output = " ".join(done.output.split())
     assert done.exit_code == 1, output
-    assert f"no plan is made of {model_type}: no family file knows what its layers keep" in output
+    assert f"no plan is made of {model_type}: no family file knows {model_type}" in output
     assert "train.max_steps=3" in output
 
 

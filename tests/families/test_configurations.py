@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.loading.load import find_model, load_model
 from pronghorn.models.attach import attach
 from support.composites import logits_of_whole, write_composite
-from support.documents import LENGTHS, ROW, compare
+from support.documents import LENGTHS, ROW, compare, one_document_at_a_time
 from support.tiny import packed_row, tiny_model
 
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,18 +35,43 @@ def test_a_window_that_transformers_has_in_its_flash_attention_alone_is_refused(
         attach(tiny_model("olmoe", sliding_window=5))
 
 
-def test_dropout_of_a_published_checkpoint_is_refused_until_its_folder_says_otherwise(tmp_path: Path) -> None:
-    """Seed-OSS has 0.1 of both kinds, unless its `config.json` says 0."""
-    model = tiny_model("seed_oss")
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("seed_oss", {"attention_dropout": 0.3, "residual_dropout": 0.3}),
+        ("seed_oss", {"residual_dropout": 0.3}),
+        ("granite", {"attention_dropout": 0.3}),
+        ("gpt_oss", {"attention_dropout": 0.3}),
+    ],
+)
+def test_dropout_of_a_published_checkpoint_is_trained_with_or_left_out(
+    family: str, fields: dict[str, float], tmp_path: Path
+) -> None:
+    """Seed-OSS and Granite 3.1 are published with it."""
+    model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    file, options = tmp_path / "config.json", {"max_seq_length": 32}
-    table = json.loads(file.read_text())
-    for name in ("attention_dropout", "residual_dropout"):
-        file.write_text(json.dumps({**table, name: 0.1}))
-        with pytest.raises(UnsupportedError, match=rf"{name} = 0\.1 .*set {name} to 0 in its config\.json"):
-            find_model(tmp_path, **options)
-    file.write_text(json.dumps(table))
-    attach(find_model(tmp_path, **options).model(torch.float32, torch.device("cpu")), layers="fused")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    batch, cpu = packed_row(LENGTHS, ROW), torch.device("cpu")
+
+    found = find_model(tmp_path, max_seq_length=256)
+    dropping = found.model(torch.float32, cpu)
+    with pytest.warns(UserWarning, match=r"transformers' own: config\..*_dropout = 0\.3.*model\.dropout: false"):
+        handle = attach(dropping)
+    right = one_document_at_a_time(copy.deepcopy(model).eval(), batch)[1].float()
+    torch.testing.assert_close(dropping.eval()(**batch).loss, right)
+    losses = [float(dropping.train()(**batch).loss) for _ in range(3)]
+    assert len({*losses}) == 3 and all(abs(loss - float(right)) < 1 for loss in losses)
+    [told] = [path.why for path in handle.report if path.part == "decoder layers"]
+    assert all(f"{name} = 0.3" in told for name in fields)
+    with pytest.raises(UnsupportedError, match=r"transformers' own: config\..*leave layers and experimental out"):
+        attach(found.model(torch.float32, cpu), layers="fused")
+
+    plain = find_model(tmp_path, max_seq_length=256, dropout=False)
+    assert found.is_generic and not plain.is_generic
+    fused = plain.model(torch.float32, cpu)
+    attach(fused, layers="fused")
+    torch.testing.assert_close(fused.train()(**batch).loss, right)
 
 
 def test_the_text_of_a_composite_is_computed_by_its_own_fields(tmp_path: Path) -> None:

@@ -284,7 +284,6 @@ TINY_EXPERTS = {
 @pytest.mark.parametrize(
     ("family", "option", "value"),
     [
-        ("llama", "attention_dropout", 0.1),
         ("llama", "is_causal", False),
         ("gemma3_text", "use_bidirectional_attention", True),
     ],

@@ -88,7 +88,7 @@ _TOLD = {
     "overwrite_output_dir": "leave it out: pronghorn train RECIPE --overwrite begins anew",
     "use_cpu": "leave it out: CUDA_VISIBLE_DEVICES= in the environment hides the GPUs",
     "cache_dir": "leave it out: HF_HOME in the environment says where models and data are kept",
-    "attention_dropout": "leave it out: adapter.lora_dropout is the dropout that there is",
+    "attention_dropout": "leave it out: layers drop what the checkpoint says, nothing with model.dropout: false",
     "layers_to_transform": "leave it out, or name whole module paths in adapter.target_modules",
     "lora_target_linear": "leave it out: adapter.target_modules: all-linear is the default",
     "loss_type": "leave it out: the loss is the cross-entropy of supervised tokens",

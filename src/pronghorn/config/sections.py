@@ -63,6 +63,11 @@ class Model(Section):
         False, description="store base weights, experts too, in NF4 through bitsandbytes (QLoRA)"
     )
     experts_in_16bit: bool = Field(False, description="with load_in_4bit, leave experts in 16 bits")
+    dropout: bool = Field(
+        True,
+        description="drop in training what the checkpoint's configuration says (attention_dropout, residual_dropout), "
+        "by transformers' own layers; false: drop nothing there. Most configurations drop nothing",
+    )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
     plugins: Names = Field([], description="Python modules to import before the model loads; they register families")
 

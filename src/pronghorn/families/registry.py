@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -12,6 +13,9 @@ from typing import Any
 from pronghorn.errors import ConfigError, PronghornError, UnsupportedError
 from pronghorn.families.generic import generic_spec
 from pronghorn.families.spec import FamilySpec
+
+DROPOUTS = ("attention_dropout", "residual_dropout")
+"""Fields of configurations that say what layers drop in training. Fused layers drop nothing."""
 
 
 def _described() -> Iterator[FamilySpec]:
@@ -57,8 +61,30 @@ def import_plugins(modules: Iterable[str]) -> None:
             ) from error
 
 
+def dropout_of(config: Any) -> str | None:
+    """Say what a configuration's layers drop in training; None if that is nothing."""
+    said = [f"{name} = {value}" for name in DROPOUTS if (value := getattr(config, name, None))]
+    return ", ".join(said) or None
+
+
+def without_dropout(config: Any) -> None:
+    """Let layers that are made of a configuration drop nothing in training."""
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def why_generic(config: Any) -> str:
+    """Say why a generic family's layers are transformers' own."""
+    dropout = dropout_of(config) if config.model_type in FAMILIES else None
+    if dropout is None:
+        return f"no family file knows {config.model_type}"
+    return f"config.{dropout}, which fused layers don't drop; without dropout (model.dropout: false) they are fused"
+
+
 def family_of(config: Any) -> FamilySpec:
-    """Find the family of a model's configuration; one without a file of its own is generic (`families.generic`).
+    """Find the family of a model's configuration; one without a file of its own is generic (`families.generic`), and so
+    are layers with dropout.
 
     Raises:
         UnsupportedError: transformers has no causal LM of its model type, or it asks for something that packed
@@ -67,10 +93,12 @@ def family_of(config: Any) -> FamilySpec:
     spec = FAMILIES.get(config.model_type)
     if spec is None or not spec.serves(config):
         spec = generic_spec(config)
+    elif dropout_of(config):
+        spec = replace(spec, generic=True, blocks=lambda layer: ())
     served: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None), "is_causal": (True, None)}
     served |= spec.refused_options
     if not spec.generic:  # whose attention has no such kernels
-        served |= {"attention_dropout": (0, None), "attn_logit_softcapping": (None,)}
+        served |= {"attn_logit_softcapping": (None,)}
     for name, values in served.items():
         value = getattr(config, name, None)
         if value not in values:

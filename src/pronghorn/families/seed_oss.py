@@ -9,5 +9,4 @@ SEED_OSS = FamilySpec(
     source="transformers.models.seed_oss",
     blocks=same_blocks(*llama_blocks(Attention())),
     gguf=Gguf("seed_oss", biases=("attention_bias",)),
-    refused_options={"residual_dropout": (0, None)},
 )

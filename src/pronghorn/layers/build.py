@@ -11,6 +11,7 @@ from torch import nn
 
 from pronghorn.attention.backends import Backend
 from pronghorn.attention.packed import NAME_PREFIX
+from pronghorn.families.registry import DROPOUTS
 from pronghorn.families.spec import (
     ACTIVATIONS,
     Attention,
@@ -33,7 +34,7 @@ from pronghorn.layers.linears import unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
 from pronghorn.layers.per_layer_input import PerLayerInputBlock
 from pronghorn.layers.stock import ExpertsBesideBlock, StockBlock, StockPerLayerInput
-from pronghorn.layers.watch import DROPOUTS, HOOKS
+from pronghorn.layers.watch import HOOKS
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.memory.recompute import has_own_forward
 from pronghorn.precision.compute import Compute

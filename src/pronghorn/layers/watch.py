@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pronghorn.families.registry import DROPOUTS
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.linears import merged_into
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-DROPOUTS = ("attention_dropout", "residual_dropout")
-"""Attributes of attention and MLPs, which drop in training what these say."""
 _NUMBERS = (
     *DROPOUTS,
     *("scaling", "sliding_window", "use_rope", "use_qk_norm"),

@@ -11,6 +11,7 @@ import torch
 
 from pronghorn.data.downloads import room_for
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
+from pronghorn.families.registry import without_dropout
 from pronghorn.loading.adapter import has_more_tokens, with_adapter
 from pronghorn.loading.composite import Composite
 from pronghorn.loading.limits import check_range, check_sizes, check_values, check_weights_fit
@@ -104,7 +105,7 @@ class FoundModel:
 
     @property
     def is_generic(self) -> bool:
-        """Whether no family file knows the model."""
+        """Whether layers are transformers' own: no family file knows the model, or they have dropout."""
         found = self.base or self
         return found.config is not None and check_config(found.config).generic
 
@@ -195,6 +196,7 @@ def find_model(
     max_seq_length: int,
     load_in_4bit: bool = False,
     experts_in_16bit: bool = False,
+    dropout: bool = True,
     trust_remote_code: bool = False,
     token: str | None = None,
     revision: str | None = None,
@@ -207,6 +209,7 @@ def find_model(
         max_seq_length: tokens of a packed row; at most what the model's positions allow.
         load_in_4bit: quantise linears and experts to NF4 through bitsandbytes while loading.
         experts_in_16bit: leave the experts out of that.
+        dropout: without, layers drop nothing in training, whatever the model's configuration says.
         trust_remote_code: run Python code that comes with the checkpoint.
         token, revision: for the hub; of a saved adapter's base the revision that it was trained on, if not given.
         weights: without, these and what reads them needn't be there.
@@ -266,6 +269,7 @@ def find_model(
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
             experts_in_16bit=experts_in_16bit,
+            dropout=dropout,
             trust_remote_code=trust_remote_code,
             token=token,
             revision=revision or table.get("revision"),
@@ -278,6 +282,8 @@ def find_model(
     composite = Composite.of(found, config)
     if composite is not None:
         config = composite.text_config()
+    if not dropout:
+        without_dropout(config)
     check_config(config)
     check_values(found, config)
     check_max_seq_length(config, max_seq_length)

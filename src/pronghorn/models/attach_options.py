@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from pronghorn.attention.backends import Backend
 from pronghorn.attention.packed import Metadata
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.families.registry import why_generic
 from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.linears import is_written_out
@@ -115,7 +116,7 @@ class AttachOptions:
         if check_config(model.config).generic:
             if self.layers == "fused" or self.experimental != Experimental():
                 raise UnsupportedError(
-                    f"{model.config.model_type} is not a family whose layers Pronghorn computes itself",
+                    f"layers of {model.config.model_type} are transformers' own: {why_generic(model.config)}",
                     "leave layers and experimental out",
                 )
             return False

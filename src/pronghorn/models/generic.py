@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from pronghorn.families.generic import (
     scales_queries_from,
     text_config,
 )
+from pronghorn.families.registry import FAMILIES, dropout_of, why_generic
 from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
@@ -80,6 +82,10 @@ class GenericPacking:
     """Tokens of the probe's longest document."""
     running: bool = False
     """Whether the causal LM's forward is running, which tells its backbone where documents begin."""
+
+    def __post_init__(self) -> None:
+        if self.model.config.model_type in FAMILIES and dropout_of(self.model.config):
+            warnings.warn(f"layers are transformers' own: {why_generic(self.model.config)}", stacklevel=4)
 
     @property
     def ways(self) -> list[Way]:

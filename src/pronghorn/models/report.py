@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pronghorn.attention.backends import Backend, choose, long_from
-from pronghorn.families.registry import family_of
+from pronghorn.families.registry import family_of, why_generic
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers, output_is_seen
@@ -166,7 +166,7 @@ def _render_generic(handle: Handle) -> list[PathTaken]:
     activations = ("recompute the layer" if on else Policy.KEEP.value, "gradient checkpointing")
     return [
         PathTaken("packed documents", way, apart),
-        PathTaken("decoder layers", LayersPath.STOCK, f"no family file knows {handle.model.config.model_type}"),
+        PathTaken("decoder layers", LayersPath.STOCK, why_generic(handle.model.config)),
         *([PathTaken("LoRA", "one function a linear in training", counted(n, "linear"))] if n else []),
         PathTaken("loss", LossPath.SUPERVISED, "where the model's forward keeps only their logits"),
         PathTaken("padded batches, generate()", "transformers' own", "they carry a mask or a cache"),

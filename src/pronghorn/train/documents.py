@@ -34,6 +34,7 @@ def find(recipe: Recipe, name: str | Path | None = None, weights: bool = True) -
         max_seq_length=recipe.model.max_seq_length,
         load_in_4bit=recipe.model.load_in_4bit,
         experts_in_16bit=recipe.model.experts_in_16bit,
+        dropout=recipe.model.dropout,
         trust_remote_code=recipe.model.trust_remote_code,
         weights=weights,
     )

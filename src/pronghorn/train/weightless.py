@@ -10,6 +10,7 @@ from rich.console import Console
 
 from pronghorn.config.recipe import Recipe
 from pronghorn.errors import UnsupportedError
+from pronghorn.families.registry import why_generic
 from pronghorn.loading.limits import check_range
 from pronghorn.loading.load import FoundModel
 from pronghorn.loading.packed_checkpoint import PackedSkeleton, format_of
@@ -68,9 +69,10 @@ def weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
         problem = f"{found_model.name}: a GGUF file is read whole only"
         raise UnsupportedError(problem, "plan for the folder it was made from")
     if found_model.is_generic:
-        kind = (found_model.base or found_model).config.model_type
+        config = (found_model.base or found_model).config
         raise UnsupportedError(
-            f"no plan is made of {kind}: no family file knows what its layers keep (pronghorn docs families)",
+            f"no plan is made of {config.model_type}: {why_generic(config)}; what transformers' own layers keep isn't "
+            "known (pronghorn docs families)",
             "train a few steps with train.max_steps=3, whose report tells the peak, or `pronghorn profile`; "
             "memory.gradient_checkpointing: true takes the least memory",
         )
