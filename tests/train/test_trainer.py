@@ -470,6 +470,8 @@ def test_prompts_that_their_completion_rewrites_are_refused(stories: Path, tmp_p
     check_rendered("train_dataset", rows, tokenizer, False)
     same = [{**turn, "content": "yes"} for turn in turns]
     check_rendered("train_dataset", Dataset.from_list([{"prompt": same[:3], "completion": same[3:]}]), tokenizer, False)
+    short = [{"prompt": [{"role": "user", "content": "end"}], "completion": turns[3:]}]  # of <|im_end|>, too
+    check_rendered("train_dataset", Dataset.from_list(short), tokenizer, False)
 
 
 def test_what_the_template_leaves_out_of_last_answers_is_told(stories: Path, tmp_path: Path) -> None:

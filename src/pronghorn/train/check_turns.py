@@ -138,8 +138,13 @@ def check_completions(name: str, dataset: Dataset, tokenizer: Any) -> None:
         try:
             begun = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **options)
             whole = tokenizer.apply_chat_template([*said, *answers], tokenize=False, **options)
+            if whole.startswith(begun):
+                continue
+            asked = tokenizer.apply_chat_template(said, tokenize=False, **options)
         except Exception:  # a template is a program; TRL meets the same error
             return
+        if whole.startswith(asked) and begun.startswith(asked):  # what is trained begins behind it
+            continue
         differ = (at for at, (one, other) in enumerate(zip(begun, whole, strict=False)) if one != other)
         trained = whole[next(differ, min(len(begun), len(whole))) :]
         own = [str(value) for turn in answers for key, value in turn.items() if key != "role"]
