@@ -948,6 +948,27 @@ def test_adapters_by_which_documents_see_each_other_are_refused(family: str, kin
     assert model(**alone).logits.isfinite().all()  # no packed row: as transformers and PEFT compute it
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_models_that_are_made_of_an_attached_one_s_class_are_plain(family: str, tmp_path: Path) -> None:
+    """And can be attached: a reference model for preference training, say."""
+    model = generic_model(family) if family == "gpt2" else tiny_model(family)
+    plain, batch = type(model), packed_row(LENGTHS, ROW)
+    handle = attach(model, layers="stock" if family == "gpt2" else "fused")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for made in (loaded, type(model)(copy.deepcopy(model.config))):
+        assert type(made) is plain and attached(made) is None
+        assert not [
+            kept for module in made.modules() for kept in type(module).__mro__ if "pronghorn" in kept.__module__
+        ]
+        with torch.no_grad():
+            made.load_state_dict(model.state_dict())
+            other = attach(made, layers=handle.options.layers)
+            assert made.eval()(**batch).loss.item() == model.eval()(**batch).loss.item()
+        other.detach()
+        assert type(made) is plain
+
+
 def test_an_attached_model_is_copied_but_not_pickled(tmp_path: Path) -> None:
     model = tiny_model("llama")
     handle = attach(model)
