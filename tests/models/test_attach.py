@@ -605,6 +605,22 @@ def test_an_implementation_set_after_attach_cannot_leak() -> None:
         model(**packed_row([5, 12], 17))
 
 
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+def test_a_layer_of_another_model_is_noticed(layers: Any) -> None:
+    """It came with a configuration of its own, whose attention isolates nothing. Attached again, the model has it."""
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    handle = attach(model, layers=layers)
+    model(**batch)
+    model.model.layers[1] = tiny_model("llama", seed=1).model.layers[1]
+    with pytest.raises(UnsupportedError, match="LlamaAttention of another model, whose attention is 'sdpa': detach"):
+        model(**batch)
+    handle.detach()
+    with torch.no_grad():
+        _, expected = one_document_at_a_time(model, batch)
+        attach(model, layers=layers)
+        assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_a_batch_of_another_row_is_refused() -> None:
     model = tiny_model("llama")
     attach(model)
