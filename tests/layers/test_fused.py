@@ -428,7 +428,9 @@ def test_state_dict_gives_merged_weights_where_they_lie() -> None:
     model = with_adapters(tiny_model("llama", **WIDE))
     attach(model, layers="fused")
     model(**packed_row(LENGTHS, ROW)).loss.backward()
-    state, kept = model.state_dict(), model.state_dict(keep_vars=True)
+    with torch.inference_mode():
+        state, kept = model.state_dict(), model.state_dict(keep_vars=True)
+    assert not any(map(torch.is_inference, state.values()))
     for name, parameter in model.named_parameters():
         assert kept[name] is parameter and state[name].data_ptr() == parameter.data_ptr()
         assert state[name].untyped_storage().nbytes() == parameter.nbytes

@@ -223,7 +223,8 @@ def told_apart(original: Any) -> Any:
         for name, _ in self.named_parameters(remove_duplicate=False):
             tensor = state.get(prefix + name)
             if type(tensor) is Tensor and tensor.untyped_storage().nbytes() > tensor.nbytes:
-                state[prefix + name] = torch.from_dlpack(torch.to_dlpack(tensor))
+                with torch.inference_mode(False):  # else it could never be trained
+                    state[prefix + name] = torch.from_dlpack(torch.to_dlpack(tensor))
         return state
 
     return state_dict
