@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from huggingface_hub import save_torch_model
+from safetensors.torch import load_file, save_model
 
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import UnsupportedError
@@ -379,6 +383,57 @@ def test_saving_gives_the_same_bytes(tmp_path: Any) -> None:
         model.get_base_model().save_pretrained(tmp_path / name / "base")
     for file in ("adapter_model.safetensors", "base/model.safetensors"):
         assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "ours" / file).read_bytes()
+
+
+def by_accelerate(model: Any, folder: Path) -> None:
+    Accelerator(cpu=True).save_model(model, folder)
+
+
+def by_huggingface_hub(model: Any, folder: Path) -> None:
+    save_torch_model(model, folder)
+
+
+def by_safetensors(model: Any, folder: Path) -> None:
+    save_model(model, str(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("save", [by_accelerate, by_huggingface_hub, by_safetensors])
+def test_whoever_saves_state_dict_saves_every_weight(save: Callable[[Any, Path], None], tmp_path: Path) -> None:
+    """Merged weights are slices of one storage, of which accelerate would save one, and others none."""
+    model = with_adapters(tiny_model("llama", **WIDE))
+    attach(model, layers="fused")
+    model(**packed_row(LENGTHS, ROW)).loss.backward()
+    save(model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(saved[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_a_checkpoint_of_accelerate_s_is_loaded_again(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, batch = with_adapters(tiny_model("llama", **WIDE)), packed_row(LENGTHS, ROW)
+    attach(model, layers="fused")
+    prepared = accelerator.prepare(model)
+    before = loss_and_gradients(prepared, batch)
+    accelerator.save_state(str(tmp_path))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    accelerator.load_state(str(tmp_path))
+    after = loss_and_gradients(prepared, batch)
+    assert after[0] == before[0] and all(torch.equal(after[1][name], grad) for name, grad in before[1].items())
+
+
+def test_state_dict_gives_merged_weights_where_they_lie() -> None:
+    model = with_adapters(tiny_model("llama", **WIDE))
+    attach(model, layers="fused")
+    model(**packed_row(LENGTHS, ROW)).loss.backward()
+    with torch.inference_mode():
+        state, kept = model.state_dict(), model.state_dict(keep_vars=True)
+    assert not any(map(torch.is_inference, state.values()))
+    for name, parameter in model.named_parameters():
+        assert kept[name] is parameter and state[name].data_ptr() == parameter.data_ptr()
+        assert state[name].untyped_storage().nbytes() == parameter.nbytes
 
 
 def test_a_wide_input_s_adapter_lies_below_the_weight() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import is_fused
@@ -136,6 +137,19 @@ def test_a_mixer_with_another_forward_is_refused(family: str) -> None:
     with pytest.raises(UnsupportedError, match="has another forward"):
         attach(model, layers="fused")
     assert attached(model) is handle
+
+
+def test_packed_rows_are_refused_where_accelerate_brings_weights_for_a_call() -> None:
+    """The convolution is computed without calling its module. Padded batches have transformers' forward."""
+    model = tiny_model("qwen3_5_text").eval()
+    attach(model)
+    ids = torch.arange(3, 40)[None]
+    expected = model(ids, use_cache=False).logits
+    cpu_offload(model, execution_device="cpu")
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+        with pytest.raises(UnsupportedError, match=r"of whose weights some are on meta .*: keep the whole model"):
+            model(**packed_row(LENGTHS, ROW))
 
 
 def test_an_adapter_loads_in_plain_peft(tmp_path: Path) -> None:

@@ -605,6 +605,22 @@ def test_an_implementation_set_after_attach_cannot_leak() -> None:
         model(**packed_row([5, 12], 17))
 
 
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+def test_a_layer_of_another_model_is_noticed(layers: Any) -> None:
+    """It came with a configuration of its own, whose attention isolates nothing. Attached again, the model has it."""
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    handle = attach(model, layers=layers)
+    model(**batch)
+    model.model.layers[1] = tiny_model("llama", seed=1).model.layers[1]
+    with pytest.raises(UnsupportedError, match="LlamaAttention of another model, whose attention is 'sdpa': detach"):
+        model(**batch)
+    handle.detach()
+    with torch.no_grad():
+        _, expected = one_document_at_a_time(model, batch)
+        attach(model, layers=layers)
+        assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_a_batch_of_another_row_is_refused() -> None:
     model = tiny_model("llama")
     attach(model)
@@ -946,6 +962,27 @@ def test_adapters_by_which_documents_see_each_other_are_refused(family: str, kin
         backbone(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     alone = {name: batch[name][:, : LENGTHS[0]] for name in ("input_ids", "labels")}
     assert model(**alone).logits.isfinite().all()  # no packed row: as transformers and PEFT compute it
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_models_that_are_made_of_an_attached_one_s_class_are_plain(family: str, tmp_path: Path) -> None:
+    """And can be attached: a reference model for preference training, say."""
+    model = generic_model(family) if family == "gpt2" else tiny_model(family)
+    plain, batch = type(model), packed_row(LENGTHS, ROW)
+    handle = attach(model, layers="stock" if family == "gpt2" else "fused")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for made in (loaded, type(model)(copy.deepcopy(model.config))):
+        assert type(made) is plain and attached(made) is None
+        assert not [
+            kept for module in made.modules() for kept in type(module).__mro__ if "pronghorn" in kept.__module__
+        ]
+        with torch.no_grad():
+            made.load_state_dict(model.state_dict())
+            other = attach(made, layers=handle.options.layers)
+            assert made.eval()(**batch).loss.item() == model.eval()(**batch).loss.item()
+        other.detach()
+        assert type(made) is plain
 
 
 def test_an_attached_model_is_copied_but_not_pickled(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -175,6 +177,26 @@ def test_experts_that_peft_copied_to_train_them_whole(whole: str, first: str) ->
     assert mine.item() == pytest.approx(expected.item(), rel=1e-6)
     stock = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     torch.testing.assert_close(found, stock, rtol=1e-4, atol=2e-6)
+
+
+def test_threads_have_adapters_of_their_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two generate at once: both are among the same experts before one leaves them."""
+    model, computed, both = with_expert_lora(tiny_moe("qwen3_moe")).eval(), experts.experts, Barrier(2)
+    attach(model)
+    prompts = [torch.arange(3, 3 + length)[None] for length in (5, 9)]
+
+    def waiting(*args: Any) -> Any:
+        both.wait(timeout=60)
+        out = computed(*args)
+        both.wait(timeout=60)
+        return out
+
+    with torch.no_grad():
+        expected = [model(ids, use_cache=False).logits for ids in prompts]
+        monkeypatch.setattr(experts, "experts", waiting)
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(torch.no_grad()(lambda ids: model(ids, use_cache=False).logits), prompts))
+    torch.testing.assert_close(found, expected)
 
 
 def test_an_adapter_put_on_after_attach_and_a_disabled_one() -> None:

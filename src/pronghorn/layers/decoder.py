@@ -35,7 +35,7 @@ from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
 from pronghorn.layers.watch import Watch, hooks_in
-from pronghorn.layers.weight_layout import GroupStorage, merge_weights
+from pronghorn.layers.weight_layout import GroupStorage, merge_weights, told_apart
 from pronghorn.memory.plan import MLP_ROWS, POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 from pronghorn.parallel.sharded import narrow_reader
@@ -383,15 +383,15 @@ def _layer_class(original: Any) -> type[nn.Module]:
             x = (x * getattr(self, run.family.output_scale)).to(x.dtype)
         return x.view(shape)
 
-    return subclass(original, forward=forward, _apply=moving(original, _drop), **{OUTPUT_NOT_WANTED: True})
+    kept = {"_apply": moving(original, _drop), "state_dict": told_apart(original), OUTPUT_NOT_WANTED: True}
+    return subclass(original, forward=forward, **kept)
 
 
 def _drop(layer: Any) -> None:
     """Drop what holds weights where they lay: a layer was moved."""
     layer.__dict__.pop(RUN, None)
     layer.__dict__.pop(STORAGE, None)
-    owner = layer.__dict__[OWNER]()
-    if owner is not None:
+    if (owner := layer.__dict__[OWNER]()) is not None:
         owner.forget()
 
 

@@ -61,6 +61,11 @@ def _isolated_class(original: Any, kind: GatedDelta) -> type[nn.Module]:
         if packed is None:
             return plain(self, hidden_states, *args, **kwargs)
         net, x = delta_net(self, kind), hidden_states.flatten(0, 1)
+        if (device := next((str(each.device) for each in net.trained if each.device != x.device), None)) is not None:
+            raise UnsupportedError(
+                f"a packed row for {type(self).__name__}, of whose weights some are on {device} until they are called",
+                "keep the whole model on its device (no cpu_offload, disk_offload or device_map), or don't pack",
+            )
         qkvz, ba = (torch.cat([self.get_submodule(path)(x) for path in group], 1) for group in kind.inputs)
         qkv, z, b, a = net.layout.split(qkvz, ba)
         o = _Rule.apply(net, packed, qkv, b, a, *net.trained)

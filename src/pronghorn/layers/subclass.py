@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,25 @@ _OWN = "_pronghorn_own"
 
 
 def subclass(own: Any, *mixins: type, **members: Any) -> type[nn.Module]:
-    """Make a subclass with other members; of the same name, by which transformers, TRL, saving and FSDP look it up."""
+    """Make a subclass with other members; of the same name, by which transformers, TRL, saving and FSDP look it up.
+
+    Whoever calls it, as `type(model).from_pretrained` does, gets a module of the class in whose place it is.
+    """
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (*mixins, own), {**members, **names, _OWN: own})
+    metaclass: Any = type(own)
+    made: type[nn.Module] = _makes_own(metaclass)(own.__name__, (*mixins, own), {**members, **names, _OWN: own})
+    return made
+
+
+@functools.cache
+def _makes_own(metaclass: Any) -> Any:
+    """Make the metaclass of the classes made here, one below their own's: instances that are made anew (and not
+    copied) lack what `attach` keeps on a module."""
+
+    def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(cls, _OWN)(*args, **kwargs)
+
+    return type(metaclass.__name__, (metaclass,), {"__call__": __call__})
 
 
 def with_globals(function: types.FunctionType, **others: Any) -> types.FunctionType:

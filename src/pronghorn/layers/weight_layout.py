@@ -212,6 +212,24 @@ def merge_weights(groups: list[GroupStorage], dtype: torch.dtype) -> None:
             group.weight(dtype)
 
 
+def told_apart(original: Any) -> Any:
+    """Make a layer's `state_dict`, which gives each merged weight where it lies, in a storage of its own.
+
+    Of tensors in one storage accelerate saves the first alone, and safetensors and huggingface_hub refuse them.
+    """
+
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state, prefix = original.state_dict(self, *args, **kwargs), kwargs.get("prefix", (*args, "", "")[1])
+        for name, _ in self.named_parameters(remove_duplicate=False):
+            tensor = state.get(prefix + name)
+            if type(tensor) is Tensor and tensor.untyped_storage().nbytes() > tensor.nbytes:
+                with torch.inference_mode(False):  # else it could never be trained
+                    state[prefix + name] = torch.from_dlpack(torch.to_dlpack(tensor))
+        return state
+
+    return state_dict
+
+
 def in_place(merged: Tensor, parts: list[Tensor]) -> bool:
     """Tell whether the parts are still the slices of the merged tensor that they were made."""
     at = merged.data_ptr()

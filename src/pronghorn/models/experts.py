@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,7 @@ NAME = "pronghorn_experts"
 """What the function is called in transformers' registry."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HELD = "_pronghorn_lora"
+"""The attribute of an experts module that holds adapters during a call, by the thread that calls and the weight."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ def _weight(module: Any, name: str) -> tuple[Tensor, LowRank | None]:
     """
     chain: Any = module.parametrizations[name] if is_parametrized(module, name) else []
     if len(chain) != 1 or not all(hasattr(chain[0], part) for part in ("lhs", "rhs", "scaling")):
-        return getattr(module, name), module.__dict__.get(_HELD, {}).get(name)
+        return getattr(module, name), module.__dict__.get(_HELD, {}).get((get_ident(), name))
     left, right = chain[0].lhs, chain[0].rhs
     a, b = (left.transpose(1, 2), right.transpose(1, 2)) if module.is_transposed else (right, left)
     return chain.original, LowRank(a, b, chain[0].scaling)
@@ -339,11 +341,11 @@ def wrapper_class(original: Any) -> type[nn.Module]:
             with original._activate_lora(self, active_adapters):
                 yield
             return
-        held = module.__dict__.setdefault(_HELD, {})
-        held[self.parameter_name] = LowRank(*low_rank_factors(self, mine[0]), self.scaling[mine[0]])
+        held, key = module.__dict__.setdefault(_HELD, {}), (get_ident(), self.parameter_name)
+        held[key] = LowRank(*low_rank_factors(self, mine[0]), self.scaling[mine[0]])
         try:
             yield
         finally:
-            del held[self.parameter_name]
+            del held[key]
 
     return subclass(original, _activate_lora=_activate_lora)

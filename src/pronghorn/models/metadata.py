@@ -86,9 +86,24 @@ def share_metadata(
         kwargs[STEP] = layers.begin(packed, stream.dtype, narrow)
     if layers is None or layers.checked != layers.generation:
         check_windows(backbone)
+        _check_attentions(backbone)
         if layers is not None:
             layers.checked = layers.generation
     return args, {**kwargs, "packed": packed, "attention_mask": placeholder, "use_cache": False}
+
+
+def _check_attentions(backbone: Any) -> None:
+    """Refuse a layer that was put into an attached model with another model's configuration: its attention would take
+    the mask's placeholder for a mask."""
+    ours = backbone.config._attn_implementation
+    for module in backbone.layers.modules():
+        config = module.__dict__.get("config")
+        if config is not None and config._attn_implementation != ours:
+            raise UnsupportedError(
+                f"a packed row for {type(module).__name__} of another model, whose attention is "
+                f"{config._attn_implementation!r}",
+                "detach this model and attach it again, with the layers that it has now",
+            )
 
 
 def mixing_adapter(model: Any) -> str | None:
