@@ -417,6 +417,45 @@ def test_a_checkpoint_of_another_model(make: Make, unfinished: Path, stories: Pa
 
 
 @pytest.mark.parametrize(
+    ("change", "is_adapter"),
+    [
+        pytest.param({"rms_norm_eps": 1e-3}, False, id="epsilon"),
+        pytest.param({"hidden_act": "gelu"}, False, id="activation"),
+        pytest.param({"lora_alpha": 64}, True, id="scale of an adapter that is trained on"),
+    ],
+)
+def test_a_model_whose_configuration_changed(
+    make: Make, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], is_adapter: bool
+) -> None:
+    model = tmp_path / "model"
+    if is_adapter:
+        run(make("first", train={"max_steps": 1}), QUIET)
+        shutil.copytree(tmp_path / "first/adapter", model)
+    else:
+        shutil.copytree(stories, model)
+    changes = {"model": {"name": str(model)}, "adapter": {"lora_dropout": 0.0}}
+    with monkeypatch.context() as patch:
+        patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
+        with pytest.raises(RunStopped):
+            run(make("run", **changes), QUIET)
+    file = model / ("adapter_config.json" if is_adapter else "config.json")
+    table = json.loads(file.read_text())
+    file.write_text(json.dumps(table | change))
+    with pytest.raises(ConfigError, match=r"configuration in .+ changed since the run began"):
+        run(make("run", **changes), QUIET)
+    file.write_text(json.dumps(table if is_adapter else table | {"transformers_version": "4.0"}))
+    assert run(make("run", **changes), QUIET).resumed_at == [5]
+
+
+def test_a_model_whose_configuration_another_version_noted(make: Make, unfinished: Path) -> None:
+    journal = unfinished / "journal.json"
+    table = json.loads(journal.read_text())
+    journal.write_text(json.dumps(table | {"model": "4.0 of another form"}))
+    assert run(make("run"), QUIET).resumed_at == [5]
+    assert json.loads(journal.read_text())["model"] == table["model"]
+
+
+@pytest.mark.parametrize(
     ("content", "error", "message"),
     [
         ("{", DataError, "not valid JSON"),
