@@ -391,6 +391,15 @@ def test_a_damaged_checkpoint(make: Make, unfinished: Path, damage: str) -> None
         run(make("run"), QUIET)
 
 
+def test_a_damaged_checkpoint_where_nobody_can_be_asked(
+    make: Make, unfinished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoints(unfinished)[-1] / "optimizer.pt").unlink()
+    monkeypatch.setattr(sys, "stdin", None)  # `<&-`
+    with pytest.raises(DataError, match="give --allow-older to go on from checkpoint-4"):
+        run(make("run"), Console(file=io.StringIO(), force_terminal=True))
+
+
 @pytest.mark.slow
 def test_the_remedy_for_a_damaged_checkpoint_works(make: Make, unfinished: Path, tmp_path: Path) -> None:
     run(make("whole"), QUIET)
