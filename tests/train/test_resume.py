@@ -539,6 +539,20 @@ def test_killed_after_patience_ran_out(make: Make, tmp_path: Path, monkeypatch: 
     assert record.stopped == "patience" and [step["step"] for step in record.steps][-1] == 4
 
 
+def test_moved_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    """The best weights are looked for where the run is, not where it was."""
+    evaluations = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(make("run", train={"eval_steps": 4}), QUIET)
+    shutil.rmtree(tmp_path / "run/adapter")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run(make("moved", train={"eval_steps": 4}), QUIET)
+    kept, best = (tmp_path / "moved" / name / "adapter_model.safetensors" for name in ("adapter", "checkpoint-4"))
+    assert kept.read_bytes() == best.read_bytes()
+
+
 @pytest.mark.slow
 def test_what_a_better_evaluation_saves_has_the_log_so_far(make: Make, tmp_path: Path) -> None:
     run(make("run", train={"save_steps": None, "eval_steps": 2, "logging_steps": 100, "keep_checkpoints": 9}), QUIET)

@@ -272,7 +272,7 @@ def _train(current: _Run) -> None:
         return
     current.console.print(f"The lowest held-out loss was at step {step_of(Path(best))}: those weights are kept")
     try:
-        trainer.load_weights(Path(best))
+        trainer.load_weights(current.output / Path(best).name)  # the folder may have been moved since
     except DataError as error:
         raise DataError(error.problem, "set train.load_best=false to keep the weights of the last step") from error
 
