@@ -189,7 +189,7 @@ def check_configuration(state: RunState, found: FoundModel, allow: bool) -> None
     content = json.dumps(table, sort_keys=True, default=lambda value: type(value).__name__).encode()
     now = f"{versions()['transformers']} {hashlib.blake2b(content, digest_size=16).hexdigest()}"
     before, state.model = state.model or now, now
-    if before == now or before.split()[0] != now.split()[0]:
+    if before == now or before.partition(" ")[0] != now.partition(" ")[0]:
         return
     if not allow:
         raise ConfigError(
