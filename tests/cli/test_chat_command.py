@@ -220,6 +220,11 @@ def test_a_question_that_is_no_text(answering_run: Path, monkeypatch: pytest.Mon
         converse(load_chat(answering_run), Console(quiet=True))
 
 
+def test_an_input_that_is_closed_has_ended(short_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # `<&-`
+    converse(load_chat(short_run), Console(file=io.StringIO(), force_terminal=True))
+
+
 def test_a_piped_question_that_can_not_be_served_fails_at_a_terminal_too(
     short_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -271,6 +272,12 @@ def test_a_recipe_that_is_a_folder(folder: Path) -> None:
         ConfigError, match=r"can't be read \(File name too long\)|does not exist"
     ):  # Python 3.14 says so
         Recipe.load(folder / ("a" * 300))
+
+
+def test_a_recipe_that_is_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "recipe.yaml")
+    with pytest.raises(ConfigError, match="is a pipe or a device, not a file: write it to a file"):
+        Recipe.load(tmp_path / "recipe.yaml")
 
 
 def test_one_text_stands_for_a_list_of_it(folder: Path) -> None:

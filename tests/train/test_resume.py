@@ -391,6 +391,15 @@ def test_a_damaged_checkpoint(make: Make, unfinished: Path, damage: str) -> None
         run(make("run"), QUIET)
 
 
+def test_a_damaged_checkpoint_where_nobody_can_be_asked(
+    make: Make, unfinished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoints(unfinished)[-1] / "optimizer.pt").unlink()
+    monkeypatch.setattr(sys, "stdin", None)  # `<&-`
+    with pytest.raises(DataError, match="give --allow-older to go on from checkpoint-4"):
+        run(make("run"), Console(file=io.StringIO(), force_terminal=True))
+
+
 @pytest.mark.slow
 def test_the_remedy_for_a_damaged_checkpoint_works(make: Make, unfinished: Path, tmp_path: Path) -> None:
     run(make("whole"), QUIET)
@@ -414,6 +423,45 @@ def test_a_checkpoint_of_another_model(make: Make, unfinished: Path, stories: Pa
         run(moved, QUIET, allow=True)
     with pytest.raises(DataError, match="its trainable weights have other names, shapes or dtypes"):
         run(make("run", adapter={"r": 8}), QUIET, allow=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_adapter"),
+    [
+        pytest.param({"rms_norm_eps": 1e-3}, False, id="epsilon"),
+        pytest.param({"hidden_act": "gelu"}, False, id="activation"),
+        pytest.param({"lora_alpha": 64}, True, id="scale of an adapter that is trained on"),
+    ],
+)
+def test_a_model_whose_configuration_changed(
+    make: Make, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], is_adapter: bool
+) -> None:
+    model = tmp_path / "model"
+    if is_adapter:
+        run(make("first", train={"max_steps": 1}), QUIET)
+        shutil.copytree(tmp_path / "first/adapter", model)
+    else:
+        shutil.copytree(stories, model)
+    changes = {"model": {"name": str(model)}, "adapter": {"lora_dropout": 0.0}}
+    with monkeypatch.context() as patch:
+        patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
+        with pytest.raises(RunStopped):
+            run(make("run", **changes), QUIET)
+    file = model / ("adapter_config.json" if is_adapter else "config.json")
+    table = json.loads(file.read_text())
+    file.write_text(json.dumps(table | change))
+    with pytest.raises(ConfigError, match=r"configuration in .+ changed since the run began"):
+        run(make("run", **changes), QUIET)
+    file.write_text(json.dumps(table if is_adapter else table | {"transformers_version": "4.0"}))
+    assert run(make("run", **changes), QUIET).resumed_at == [5]
+
+
+def test_a_model_whose_configuration_another_version_noted(make: Make, unfinished: Path) -> None:
+    journal = unfinished / "journal.json"
+    table = json.loads(journal.read_text())
+    journal.write_text(json.dumps(table | {"model": "4.0 of another form"}))
+    assert run(make("run"), QUIET).resumed_at == [5]
+    assert json.loads(journal.read_text())["model"] == table["model"]
 
 
 @pytest.mark.parametrize(
@@ -489,6 +537,20 @@ def test_killed_after_patience_ran_out(make: Make, tmp_path: Path, monkeypatch: 
     journal.write_text(json.dumps(json.loads(journal.read_text()) | {"trained": None, "stopped": None}))
     record = run(recipe, QUIET)
     assert record.stopped == "patience" and [step["step"] for step in record.steps][-1] == 4
+
+
+def test_moved_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    """The best weights are looked for where the run is, not where it was."""
+    evaluations = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(make("run", train={"eval_steps": 4}), QUIET)
+    shutil.rmtree(tmp_path / "run/adapter")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run(make("moved", train={"eval_steps": 4}), QUIET)
+    kept, best = (tmp_path / "moved" / name / "adapter_model.safetensors" for name in ("adapter", "checkpoint-4"))
+    assert kept.read_bytes() == best.read_bytes()
 
 
 @pytest.mark.slow

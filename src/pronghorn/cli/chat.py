@@ -100,6 +100,8 @@ def converse(session: ChatSession | ServedChat, console: Console) -> None:
     Raises:
         PronghornError: such a turn where the input is a pipe. DataError: a question that is not text.
     """
+    if sys.stdin is None:  # it was closed when the program began
+        return
     typed = console.is_terminal and sys.stdin.isatty()
     if typed:
         help_line = ", ".join(f"[bold]{command}[/]: {what}" for command, what in COMMANDS.items())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +36,32 @@ class Console(rich.console.Console):
         """Make visible what was not a string when it was printed."""
         for segment in super().render(*arguments, **options):
             yield segment if segment.control else segment._replace(text=self._shown(visible(segment.text)))
+
+    def on_broken_pipe(self) -> None:
+        """Be as quiet as if the terminal had hung up, when whoever read the output is gone, as `tee` is after a Ctrl-C:
+        a training saves and stops, or goes on if `nohup` began it. Commands that SIGHUP would end, end here.
+        """
+        signals_end = signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        if signals_end and not self.stderr:  # without errors the command still has its exit code
+            super().on_broken_pipe()
+        self._fall_silent()
+        if not signals_end:
+            signal.raise_signal(signal.SIGHUP)
+
+    def _check_buffer(self) -> None:
+        """Write what was printed; show nothing more on a terminal that is gone. SIGHUP told those who shall end."""
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        """Show nothing more; what is left in the file's buffer goes nowhere, or the program's end would fail by it."""
+        self.quiet = True
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())
 
     def _shown(self, text: str) -> str:
         return text if self.encoding == "utf-8" else text.encode(self.encoding, "replace").decode(self.encoding)

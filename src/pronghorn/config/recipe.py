@@ -109,6 +109,11 @@ def _read(path: Path) -> str:
             raise ConfigError(f"{path} is a run, no recipe", "give the YAML file that it was begun with; train goes on")
         if path.is_dir():
             raise ConfigError(f"recipe {path} is a folder", remedy)
+        if path.exists() and not path.is_file():
+            raise ConfigError(
+                f"recipe {path} is a pipe or a device, not a file",
+                "write it to a file: each process of a run reads it, and so does the next start",
+            )
         if not path.is_file():
             is_change = "=" in path.name and "." in path.name.partition("=")[0]
             first = f"the recipe's path comes first, then {path}" if is_change else remedy

@@ -42,7 +42,7 @@ from pronghorn.train.evaluate import answer, heldout_loss
 from pronghorn.train.padding_free import how_batched
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.run_folder import must_have_improved, open_folder
-from pronghorn.train.run_state import RunState, check_data, note_processes, recipe_hash
+from pronghorn.train.run_state import RunState, check_configuration, check_data, note_processes, recipe_hash
 from pronghorn.train.trainer import SFTTrainer
 from pronghorn.train.validate import check_ids, check_no_fsdp, use_one_gpu
 
@@ -151,6 +151,7 @@ def _build(
 ) -> _Run:
     """Read and tokenise the data, load the model, and make the trainer."""
     source = find(recipe)
+    check_configuration(state, source, allow)
     tokenizer = tokenizer_for(recipe, source)
     documents = prepare(recipe, "train", tokenizer, console)
     check_data(state, "train", documents.key, allow)
@@ -271,7 +272,7 @@ def _train(current: _Run) -> None:
         return
     current.console.print(f"The lowest held-out loss was at step {step_of(Path(best))}: those weights are kept")
     try:
-        trainer.load_weights(Path(best))
+        trainer.load_weights(current.output / Path(best).name)  # the folder may have been moved since
     except DataError as error:
         raise DataError(error.problem, "set train.load_best=false to keep the weights of the last step") from error
 

@@ -104,7 +104,7 @@ def _newest_checkpoint(recipe: Recipe, output: Path, console: Console, allow: bo
             if not candidates:
                 raise DataError(error.problem, f"delete {newest.name} and run again, from the start") from error
             older = candidates[-1].name
-            if not allow_older and console.is_terminal and sys.stdin.isatty():
+            if not allow_older and console.is_terminal and sys.stdin is not None and sys.stdin.isatty():
                 console.print(escape(error.problem))
                 allow_older = Confirm.ask(f"Go on from {older}?", console=console, default=False)
             if not allow_older:

@@ -20,6 +20,8 @@ from pronghorn.config.recipe import Recipe
 from pronghorn.config.sections import ON_LOSS
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
+from pronghorn.loading.load import FoundModel
+from pronghorn.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from pronghorn.records.record import read_table, write_table
 from pronghorn.text import counted
 from pronghorn.train.checkpoint import checkpoints
@@ -52,6 +54,8 @@ class RunState:
     recipe: dict[str, dict[str, Any]]
     data: dict[str, str] = field(default_factory=dict)
     """Hashes of the tokenised data, by split."""
+    model: str | None = None
+    """The version of transformers and, as that reads it, the hash of the model's configuration."""
     eval_loss_before: Annotated[float | None, Field(alias="before")] = None
     """Held-out loss before training."""
     samples_before: Annotated[list[str], Field(alias="answers")] = field(default_factory=list)
@@ -164,6 +168,35 @@ def check_data(state: RunState, split: str, key: str, allow: bool) -> None:
     if earlier != key and split == "eval":
         state.baseline_done = False  # the loss before was of other rows than the one after will be
     state.data[split] = key
+
+
+_OF_FILES = ("_name_or_path", "transformers_version", "dtype")
+"""Keys of a configuration that say where and how a model was saved, not what it computes."""
+
+
+def check_configuration(state: RunState, found: FoundModel, allow: bool) -> None:
+    """Note what the configuration of the model, and of an adapter that it is, hash to; refuse another one than the run
+    began with, unless `allow`. A checkpoint's tensors don't tell an epsilon, a RoPE or an activation.
+
+    Other versions of transformers add keys to a configuration, so what another one noted is not compared.
+    """
+    config: Any = (found.base or found).config
+    if config is None:  # a GGUF file's lies within it
+        return
+    table = {key: value for key, value in config.to_dict().items() if key not in _OF_FILES}
+    if found.is_adapter:
+        table["adapter"] = json.loads((Path(found.name) / ADAPTER_CONFIG).read_bytes())
+    content = json.dumps(table, sort_keys=True, default=lambda value: type(value).__name__).encode()
+    now = f"{versions()['transformers']} {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+    before, state.model = state.model or now, now
+    if before == now or before.partition(" ")[0] != now.partition(" ")[0]:
+        return
+    if not allow:
+        raise ConfigError(
+            f"model.name: the configuration in {found.name} changed since the run began",
+            "put it back, choose another train.output, or give --allow to go on with the model as it is",
+        )
+    state.baseline_done = False  # the loss before was of the earlier one
 
 
 def note_processes(state: RunState, count: int) -> str | None:
