@@ -71,6 +71,7 @@ def main(tokenizer: str, output: str, failing: int, times: int, device: str) -> 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     report = {"losses": losses, "plan": handle.plan and handle.plan.policies}
     Path(output, f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(report))
+    torch.distributed.destroy_process_group()  # else gloo's threads may abort the process that ends last
 
 
 if __name__ == "__main__":
