@@ -15,7 +15,7 @@ from pronghorn.diagnose.shapes import shape_of
 _LAUNCHES = ("LaunchKernel", "GraphLaunch")
 
 
-def count_launches(step: Callable[[], None]) -> dict[str, float]:
+def profile_step(step: Callable[[], None]) -> dict[str, float]:
     """Count the kernels and graphs that a step launches, as the profiler sees the driver's calls, and the milliseconds
     that kernels, copies and fills took on the device, all streams together."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -224,7 +224,7 @@ class CandidateProcess:
         """Count launches, device time and synchronisations of a step; nothing on the CPU."""
         if not self._cuda:
             return {}
-        from benchmarks.counts import count_launches, count_synchronisations
+        from benchmarks.counts import count_synchronisations, profile_step
 
         works = self._works()
 
@@ -232,7 +232,7 @@ class CandidateProcess:
             for work in works:
                 work()
 
-        return {**count_launches(step), "syncs": count_synchronisations(step)}
+        return {**profile_step(step), "syncs": count_synchronisations(step)}
 
     def _step(self) -> tuple[dict[str, float], float]:
         times = timed_step(self._works(), self._clock)

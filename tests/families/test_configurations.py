@@ -47,7 +47,7 @@ def test_a_window_that_transformers_has_in_its_flash_attention_alone_is_refused(
 def test_dropout_of_a_published_checkpoint_is_trained_with_or_left_out(
     family: str, fields: dict[str, float], tmp_path: Path
 ) -> None:
-    """Seed-OSS and Granite 3.1 are published with it."""
+    """Seed-OSS's configuration has both kinds unless it says otherwise."""
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"

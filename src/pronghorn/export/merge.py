@@ -151,9 +151,8 @@ def write_model(
             modules[first] |= modules.pop(module)
         module_of |= dict.fromkeys(names, first)
     made = {name: tensor.shape for own in modules.values() for name, tensor in as_files(own).items()}
-    if made != {
-        name: tensor.shape for name, tensor in as_saved.items()
-    }:  # but not in this model: read all, rename then
+    if made != {name: tensor.shape for name, tensor in as_saved.items()}:
+        # but not in this model: read all, and rename then
         modules, module_of = {"": expected}, dict.fromkeys(as_saved, "")
     in_order = [modules[module] for module in dict.fromkeys(module_of[name] for name in as_saved)]
     read = (dict(load((stored[name] for name in own), expected=own)) for own in in_order)

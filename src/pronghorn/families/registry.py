@@ -62,9 +62,12 @@ def import_plugins(modules: Iterable[str]) -> None:
 
 
 def dropout_of(config: Any) -> str | None:
-    """Say what a configuration's layers drop in training; None if that is nothing."""
-    said = [f"{name} = {value}" for name in DROPOUTS if (value := getattr(config, name, None))]
-    return ", ".join(said) or None
+    """Say what dropout keeps a configuration's layers from being fused; None if that is nothing, or no file knows them
+    anyway."""
+    spec = FAMILIES.get(config.model_type)
+    if spec is None or not spec.serves(config):
+        return None
+    return ", ".join(f"{name} = {value}" for name in DROPOUTS if (value := getattr(config, name, None))) or None
 
 
 def without_dropout(config: Any) -> None:
@@ -76,10 +79,13 @@ def without_dropout(config: Any) -> None:
 
 def why_generic(config: Any) -> str:
     """Say why a generic family's layers are transformers' own."""
-    dropout = dropout_of(config) if config.model_type in FAMILIES else None
+    dropout = dropout_of(config)
     if dropout is None:
         return f"no family file knows {config.model_type}"
-    return f"config.{dropout}, which fused layers don't drop; without dropout (model.dropout: false) they are fused"
+    return (
+        f"config.{dropout}, and fused layers have no dropout; they are fused without it (model.dropout: false, "
+        "dropout=False in scripts)"
+    )
 
 
 def family_of(config: Any) -> FamilySpec:

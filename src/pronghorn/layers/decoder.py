@@ -35,7 +35,7 @@ from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
 from pronghorn.layers.watch import Watch, hooks_in
-from pronghorn.layers.weight_layout import GroupStorage, merge_weights, told_apart
+from pronghorn.layers.weight_layout import GroupStorage, merge_weights, separate_state_dict
 from pronghorn.memory.plan import MLP_ROWS, POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 from pronghorn.parallel.sharded import narrow_reader
@@ -383,7 +383,7 @@ def _layer_class(original: Any) -> type[nn.Module]:
             x = (x * getattr(self, run.family.output_scale)).to(x.dtype)
         return x.view(shape)
 
-    kept = {"_apply": moving(original, _drop), "state_dict": told_apart(original), OUTPUT_NOT_WANTED: True}
+    kept = {"_apply": moving(original, _drop), "state_dict": separate_state_dict(original), OUTPUT_NOT_WANTED: True}
     return subclass(original, forward=forward, **kept)
 
 

@@ -23,7 +23,7 @@ from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_written_out, unmerge_disabled
 from pronghorn.layers.weight_layout import GroupStorage
-from pronghorn.parallel.sharded import IN_BUFFER, lie_wide, narrowed
+from pronghorn.parallel.sharded import lie_wide, narrowed
 from pronghorn.precision.compute import MULTIPLE, Compute
 from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, WrittenCodesSource, is_nf4
 from pronghorn.precision.source import (
@@ -240,9 +240,9 @@ def sizes_for_fp8(storage: GroupStorage) -> str:
 def is_ready_for_fp8(storage: GroupStorage, compute: Compute) -> bool:
     """Tell whether a group's weights can be quantised now, or were made ready for a compute before processes shared
     them (`models.share`): after that they may be another layer's."""
-    weights = [base_of(linear).weight for linear in storage.linears]
-    if not any(hasattr(part, IN_BUFFER) for weight in weights for part in getattr(weight, "parts", (weight,))):
+    if not storage.is_shared():
         return True
+    weights = [base_of(linear).weight for linear in storage.linears]
     written = [hasattr(weight, ROW_SCALES) and (is_nf4(weight) or not compute.forward_in_fp8) for weight in weights]
     return all(each or has_own_codes(weight) for each, weight in zip(written, weights, strict=True))
 

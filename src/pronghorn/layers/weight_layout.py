@@ -105,7 +105,7 @@ class GroupStorage:
         Raises:
             UnsupportedError: processes share the weights, which may be another layer's by now.
         """
-        if any(hasattr(part, IN_BUFFER) for weight in self._weights() for part in getattr(weight, "parts", (weight,))):
+        if self.is_shared():
             raise UnsupportedError("written_out = 'once' for weights that processes share", "leave written_out out")
         state, adapter = (dtype, self._state()), adapter_of(self.linears[0])
         of = None if adapter is None or not below else adapter.a.data_ptr()
@@ -115,6 +115,12 @@ class GroupStorage:
             self._lent = of
         whole, rows = self._written[1], sum(base_of(linear).out_features for linear in self.linears)
         return whole if of is not None and of == self._lent else whole[:rows]
+
+    def is_shared(self) -> bool:
+        """Tell whether processes share the weights: what lies in memory may be another layer's by now."""
+        return any(
+            hasattr(part, IN_BUFFER) for weight in self._weights() for part in getattr(weight, "parts", (weight,))
+        )
 
     def drop_codes(self) -> None:
         """Let the weights in 8 bits go."""
@@ -212,7 +218,7 @@ def merge_weights(groups: list[GroupStorage], dtype: torch.dtype) -> None:
             group.weight(dtype)
 
 
-def told_apart(original: Any) -> Any:
+def separate_state_dict(original: Any) -> Any:
     """Make a layer's `state_dict`, which gives each merged weight where it lies, in a storage of its own.
 
     Of tensors in one storage accelerate saves the first alone, and safetensors and huggingface_hub refuse them.

@@ -33,7 +33,7 @@ from pronghorn.families.generic import (
     scales_queries_from,
     text_config,
 )
-from pronghorn.families.registry import FAMILIES, dropout_of, why_generic
+from pronghorn.families.registry import dropout_of, why_generic
 from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
@@ -84,7 +84,7 @@ class GenericPacking:
     """Whether the causal LM's forward is running, which tells its backbone where documents begin."""
 
     def __post_init__(self) -> None:
-        if self.model.config.model_type in FAMILIES and dropout_of(self.model.config):
+        if dropout_of(self.model.config):
             warnings.warn(f"layers are transformers' own: {why_generic(self.model.config)}", stacklevel=4)
 
     @property

@@ -96,7 +96,7 @@ def _check_attentions(backbone: Any) -> None:
     """Refuse a layer that was put into an attached model with another model's configuration: its attention would take
     the mask's placeholder for a mask."""
     ours = backbone.config._attn_implementation
-    for module in backbone.layers.modules():
+    for module in (part for layer in backbone.layers for part in layer.children()):
         config = module.__dict__.get("config")
         if config is not None and config._attn_implementation != ours:
             raise UnsupportedError(

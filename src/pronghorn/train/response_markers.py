@@ -20,7 +20,8 @@ Ids = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Marker:
     """One spelling of a part: `ids` between the white space `lead`, which may be in the token before, and `tail`, which
-    may be in one token with what comes after. `begins` a response, or ends one; `said`: as its last tokens."""
+    may be in one token with what comes after. It `begins` a response or ends one; what ends one is trained if `said`:
+    the assistant writes it."""
 
     ids: Ids
     lead: str
