@@ -23,7 +23,7 @@ def profile_step(step: Callable[[], None]) -> dict[str, float]:
         torch.cuda.synchronize()
     events = profile.key_averages()
     launches = sum(event.count for event in events if any(name in event.key for name in _LAUNCHES))
-    on_device = (event for event in events if event.device_type is torch.autograd.DeviceType.CUDA)
+    on_device = (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA)
     return {"launches": launches, "device_ms": sum(event.self_device_time_total for event in on_device) / 1e3}
 
 
