@@ -18,7 +18,7 @@ SWITCHES = {
     "attention": ("auto", "tiled", "flash", "per_document", "masked"),
     "offload_buffers": ("2", "1"),
     "compute": ("dtype", "fp8", "fp8_both", "fp8_exact"),
-    "written_out": ("each", "once"),
+    "written_out": ("auto", "each", "once"),
 }
 """Arguments of `attach`, its experimental switches, and one of its plan, that an ablation may set."""
 EXPERIMENTAL = "packing_metadata", "moe_routing", "written_out"

@@ -1,7 +1,10 @@
-"""Weights in few bits that are kept as they are written out (`written_out="once"`), beside written out each time."""
+"""Weights in few bits that are kept as they are written out, as a plan or `written_out="once"` says, beside those
+written out for each product."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
+from typer.testing import CliRunner
 
+from pronghorn.cli.main import app
+from pronghorn.diagnose.shapes import shape_of
 from pronghorn.errors import ConfigError
 from pronghorn.layers.weight_layout import STEP
 from pronghorn.loading.load import load_model
 from pronghorn.memory.devices import device_spec
-from pronghorn.memory.estimate import MemoryModel, TrainSetup
-from pronghorn.memory.plan import Plan
+from pronghorn.memory.estimate import GIB, MemoryModel, TrainSetup
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import setup_of
 from pronghorn.precision.fp8 import BackwardSource
-from pronghorn.precision.source import DenseSource, PackedSource, WrittenOutSource
+from pronghorn.precision.source import DenseSource, NF4Source, PackedSource, WrittenOutSource
+from pronghorn.train.oom_retry import tighten
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, with_adapters
 from support.packed_linears import packed_linears
@@ -141,7 +150,7 @@ def test_a_forward_of_codes_has_nothing_to_keep() -> None:
     model = nf4_model()
     with pytest.raises(ConfigError, match=r"written_out 'once' for compute 'fp8_both'.*leave written_out out"):
         attach(model, layers="fused", compute="fp8_both", experimental=ONCE)
-    with pytest.raises(ConfigError, match=r"written_out 'twice' is unknown: use one of each, once"):
+    with pytest.raises(ConfigError, match=r"written_out 'twice' is unknown: use one of auto, each, once"):
         attach(model, layers="fused", experimental={"written_out": "twice"})
 
 
@@ -149,12 +158,107 @@ def test_a_plan_counts_their_memory_and_no_time_to_write_them() -> None:
     dims, h200 = dims_of_shape("Qwen3-14B"), device_spec("h200")
     weights = 2 * sum(layer.linear_weights for layer in dims.layers)
     for setup in (NF4, replace(NF4, fp8=True, fp8_forward=False)):
-        once = replace(setup, written_once=True)
+        once = replace(setup, written_out="once")
         resting = [MemoryModel.of(dims, each).resting["weights"] for each in (setup, once)]
         assert resting[1] - resting[0] == weights
         each, kept = (step_times(dims, way, h200).layers[0] for way in (setup, once))
         assert kept.forward < each.forward
         assert kept.backward < each.backward if not setup.fp8 else kept.backward == each.backward
+
+
+def test_auto_keeps_them_where_everything_else_is_kept_and_memory_is_left() -> None:
+    dims, h200 = dims_of_shape("Qwen3-14B"), device_spec("h200")
+    auto = replace(NF4, written_out="auto")
+    weights = 2 * sum(layer.linear_weights for layer in dims.layers)
+    each, made = plan(dims, NF4, h200), plan(dims, auto, h200)
+    assert made.written_once and not each.written_once
+    assert set(made.policies) == set(each.policies) == {Policy.KEEP}
+    more = made.predicted["process"] - each.predicted["process"]  # less a product's room to write to
+    assert 0.99 * weights < more < weights
+    assert 0.95 < made.predicted["step_ms"] / each.predicted["step_ms"] < 0.99
+    whole = int(made.predicted["process"])
+    assert plan(dims, auto, h200, whole).written_once
+    less = plan(dims, auto, h200, whole - 1)
+    assert not less.written_once and set(less.policies) == {Policy.KEEP}
+    for budget in (30 * GIB, 40 * GIB):
+        assert plan(dims, auto, h200, budget) == plan(dims, NF4, h200, budget)
+
+
+def test_graphs_come_before_them() -> None:
+    dims, h200 = dims_of_shape("Qwen3-0.6B"), device_spec("h200")
+    setup = replace(NF4, tokens=512, graph=True)
+    plain, both = plan(dims, setup, h200), plan(dims, replace(setup, written_out="auto"), h200)
+    assert both.graph and both.written_once and "CUDA graph" in both.predicted
+    budget = int(both.predicted["process"]) - 1
+    assert plan(dims, replace(setup, written_out="auto"), h200, budget) == replace(plain, budget_bytes=budget)
+    assert plain.graph and not plain.written_once
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "lora"},
+        {"written_out": "each"},
+        {"fp8": True},
+        {"processes": 2},
+        {"fused": False},
+    ],
+)
+def test_auto_keeps_none_where_there_are_none(changes: dict[str, Any]) -> None:
+    setup = replace(NF4, **{"written_out": "auto", **changes})
+    assert not plan(dims_of_shape("Llama-3.1-8B"), setup, device_spec("h200")).written_once
+
+
+def test_measured_times_are_scaled() -> None:
+    dims, h200 = dims_of_shape("Qwen3-14B"), device_spec("h200")
+    auto = replace(NF4, written_out="auto")
+    times = step_times(dims, auto, h200).scaled(20.0, 24.0, 1.0)
+    slow, fast = (plan(dims, setup, h200, times=times).predicted["step_ms"] for setup in (NF4, auto))
+    assert 0.95 < fast / slow < 0.99
+
+
+def test_a_plan_that_is_asked_for_says_so_itself() -> None:
+    dims, h200, auto = dims_of_shape("Qwen3-14B"), device_spec("h200"), replace(NF4, written_out="auto")
+    assert not plan(dims, auto, h200, asked=Plan.keep()).written_once
+    recomputed = plan(dims, auto, h200, asked=replace(Plan.recompute(), written_once=True))
+    assert recomputed.written_once and set(recomputed.policies) == {Policy.RECOMPUTE_LAYER}
+
+
+def test_layers_follow_the_plan_and_let_them_go() -> None:
+    model, batch = nf4_model(), packed_row(LENGTHS, ROW)
+    handle = attach(model, Plan(written_once=True), layers="fused")
+    right = loss_and_gradients(model, batch)
+    assert {type(linear.source) for linear in linears(handle)} == {DenseSource}
+    told = next(path for path in handle.report if path.part == "products of frozen weights")
+    assert told.path.endswith("written out once") and told.why == "the plan has memory for them"
+    kept = [weakref.ref(linear.source.storage) for linear in linears(handle)]
+    tighter = tighten(handle.plan)
+    assert tighter is not None and tighter == replace(Plan.keep(), predicted={})
+    handle.replan(tighter)
+    assert same(loss_and_gradients(model, batch), right)
+    assert {type(linear.source) for linear in linears(handle)} == {NF4Source}
+    gc.collect()
+    assert not any(each() is not None for each in kept)
+    handle = attach(model, Plan(written_once=True), layers="fused", experimental={"written_out": "each"})
+    assert same(loss_and_gradients(model, batch), right)
+    assert {type(linear.source) for linear in linears(handle)} == {NF4Source}
+
+
+def test_the_command_says_so(tmp_path: Path) -> None:
+    fields = shape_of("Qwen3-14B")
+    assert fields is not None
+    AutoConfig.for_model(**fields).save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{name: {tmp_path}/model, max_seq_length: 2048, load_in_4bit: true}}\n"
+        f"data: {{train: someone/elsewhere}}\ntrain: {{output: {tmp_path}/out}}\n"
+    )
+    for card, once in (("h200", True), ("rtx4090", False)):
+        done = CliRunner().invoke(app, ["plan", str(recipe), "--device", card], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        text = " ".join(done.stdout.split())
+        assert ("weights of few bits kept as they are written out" in text) == once
+        assert ("gradient_checkpointing: auto" in text) or not once
 
 
 @pytest.mark.gpu
@@ -163,8 +267,8 @@ def test_a_plan_counts_their_memory_and_no_time_to_write_them() -> None:
 def test_on_a_gpu_no_bit_is_changed(family: str, graph: str) -> None:
     model, found = nf4_model(family).cuda(), {}
     batch = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
-    for way in ("each", "once"):
-        attach(model, Plan.keep(), layers="fused", graph=graph, experimental={"written_out": way})
+    for way, made in {"each": Plan.keep(), "once": Plan(written_once=True)}.items():
+        attach(model, made, layers="fused", graph=graph)
         for _ in range(4):
             found[way] = loss_and_gradients(model, batch)
     assert same(found["once"], found["each"])

@@ -19,7 +19,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.loading.load import FoundModel, default_device
 from pronghorn.memory.devices import DeviceSpec, device_spec, parse_bytes
 from pronghorn.memory.estimate import GIB, TrainSetup
-from pronghorn.memory.plan import CODES_WRITTEN, Plan, Policy
+from pronghorn.memory.plan import CODES_WRITTEN, WRITTEN_ONCE, Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.memory.strategies import Choice, Strategy, choose
@@ -77,7 +77,8 @@ class PlanReport:
         """Return what a recipe says for this plan."""
         policies = set(self.plan.policies)
         whole = {Policy.KEEP: "false", Policy.RECOMPUTE_LAYER: "true", Policy.OFFLOAD: "offload"}
-        alike = len(policies) == 1 and not self.plan.codes_written  # `auto` alone has them written
+        # `auto` alone has codes written, or weights kept that were
+        alike = len(policies) == 1 and not self.plan.codes_written and not self.plan.written_once
         asked = whole.get(policies.pop(), "auto") if alike else "auto"
         tiled = ", feed_forward: tiled" if self.plan.mlp_rows else ""
         return f"memory: {{gradient_checkpointing: {asked}{tiled}, budget: {self._budget}}}"
@@ -209,15 +210,16 @@ def report_plan(
 
 
 def policy_map(plan: Plan) -> str:
-    """Say which layers do what: "layers 0–11 recompute the MLP, 12–31 keep"; and tiles of MLPs, and codes that aren't
-    kept."""
+    """Say which layers do what: "layers 0–11 recompute the MLP, 12–31 keep"; and tiles of MLPs, codes that aren't kept,
+    and weights that are."""
     parts, first = [], 0
     for policy, run in groupby(plan.policies):
         last = first + len(list(run)) - 1
         parts.append(f"{first}–{last} {policy.value}" if last > first else f"{first} {policy.value}")
         first = last + 1
     tiled = f"; MLPs in tiles of {plan.mlp_rows:,} rows" if plan.mlp_rows else ""
-    return "layers " + ", ".join(parts) + tiled + (f"; {CODES_WRITTEN}" if plan.codes_written else "")
+    codes = f"; {CODES_WRITTEN}" if plan.codes_written else ""
+    return "layers " + ", ".join(parts) + tiled + codes + (f"; {WRITTEN_ONCE}" if plan.written_once else "")
 
 
 def _count(recipe: Recipe, found_model: FoundModel, gpus: int, console: Console) -> dict[str, int] | None:

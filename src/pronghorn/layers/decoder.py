@@ -131,10 +131,10 @@ class FusedLayers:
                 merge_weights(frozen, dtype)
         self._merged = True
 
-    def use_written_codes(self, written: bool) -> None:
-        """Write 8-bit codes of 16-bit weights out for each product from now on, or keep them."""
-        if written != self.builder.codes_written:
-            self.builder, self._builds = replace(self.builder, codes_written=written), []
+    def use(self, codes_written: bool, written_once: bool) -> None:
+        """Let products have weights and codes in these ways from now on (`LayerBuilder`)."""
+        if (builder := replace(self.builder, codes_written=codes_written, written_once=written_once)) != self.builder:
+            self.builder, self._builds = builder, []
             for layer in self.backbone.layers:
                 layer.__dict__.pop(RUN, None)
 

@@ -107,6 +107,7 @@ class FusedLinear:
             kind = NF4Source if is_4bit(self.bases[0]) else PackedSource
             source: WrittenOutSource = kind(weights, self.dtype, below)
             if not written_once:
+                storage.drop_written()
                 return source
             return DenseSource(storage.written_out(source, self.dtype, below), sum(self.widths))
         if weights[0].dtype is not self.dtype:

@@ -116,6 +116,10 @@ class GroupStorage:
         whole, rows = self._written[1], sum(base_of(linear).out_features for linear in self.linears)
         return whole if of is not None and of == self._lent else whole[:rows]
 
+    def drop_written(self) -> None:
+        """Let the weights go that were written out."""
+        self._written = None
+
     def is_shared(self) -> bool:
         """Tell whether processes share the weights: what lies in memory may be another layer's by now."""
         return any(

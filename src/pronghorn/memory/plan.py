@@ -23,6 +23,10 @@ Codes = Literal["auto", "kept", "written"]
 """Values of `attach(codes=…)`."""
 CODES_WRITTEN = "8-bit codes written out of 16 bits for each product"
 """What `Plan.codes_written` says, in words."""
+WrittenOut = Literal["auto", "each", "once"]
+"""When weights of few bits are written out in the products' dtype: for each product, or once, as a plan chooses."""
+WRITTEN_ONCE = "weights of few bits kept as they are written out"
+"""What `Plan.written_once` says, in words."""
 
 
 class Policy(StrEnum):
@@ -57,6 +61,8 @@ class Plan:
     """Rows of the tiles that gated MLPs are computed in, forward and backward; 0 for MLPs as a whole."""
     codes_written: bool = False
     """Whether `compute="fp8"` writes its codes out of 16-bit weights for each product, and keeps none beside them."""
+    written_once: bool = False
+    """Whether linears' weights of 4 and 8 bits are kept as products read them, in 16 bits, besides."""
     undecided: bool = False
     """It stands in for `auto` until the size of a micro-batch is known: a trainer on CUDA then makes the plan."""
 

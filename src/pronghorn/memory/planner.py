@@ -26,7 +26,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import DeviceSpec
 from pronghorn.memory.estimate import GIB, NF4_BYTES, LayerBytes, MemoryModel, ModelDims, TrainSetup
 from pronghorn.memory.plan import TILE_ROWS, Codes, Plan, Policy, followed
-from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times, times_of_codes
+from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times, times_written
 from pronghorn.memory.tiles import can_tile, tiled_times
 
 GRAPH_MS = 3.0
@@ -77,16 +77,20 @@ def plan(
             "leave memory.feed_forward out",
         )
     times, setup = tiled_times(whole) if rows else whole, replace(setup, mlp_rows=rows)
-    # graphs come last, where memory is left for them
+    if asked is not None and not asked.undecided:
+        setup = replace(setup, written_out="once" if asked.written_once else setup.written_out)
+    # what takes memory and decides nothing comes last, where some is left: weights written out once, and graphs
     memory = MemoryModel.of(dims, replace(setup, graph=False))
     if asked is not None and not asked.undecided:
         made = _predicted(memory, times, asked.by_layer(len(dims.layers)), asked.buffers)
     else:
         made = Frontier(memory, times).within(min(budget, most))
     if made.predicted["process"] <= budget:
+        if not rows and (asked is None or asked.undecided):
+            made, setup, times = _with_weights(made, dims, setup, times, device, min(budget, most))
         made = replace(made, graph=False) if rows else _with_graph(made, dims, setup, times, min(budget, most))
-        written = setup.codes == "written"
-        return replace(made, mlp_rows=rows, codes_written=written, device=device.name, budget_bytes=budget)
+        made = replace(made, codes_written=setup.codes == "written", written_once=setup.written_once)
+        return replace(made, mlp_rows=rows, device=device.name, budget_bytes=budget)
     # nothing fits with MLPs as a whole; with tiles that are no smaller nothing would, either
     if can and not rows and (asked is None or asked.undecided):
         in_tiles = MemoryModel.of(dims, replace(setup, mlp_rows=TILE_ROWS, graph=False))
@@ -118,9 +122,10 @@ def _with_codes(
     undecided, found, refusal = asked is None or asked.undecided, list[Plan](), None
     ways: tuple[Codes, ...] = ("kept", "written") if undecided else ("written",)
     for codes in ways:
-        of_codes = None if times is None else times_of_codes(times, dims, setup, codes, device)
+        with_codes = replace(setup, codes=codes)
+        of_codes = None if times is None else times_written(times, dims, setup, with_codes, device)
         try:
-            found.append(plan(dims, replace(setup, codes=codes), device, budget_bytes, of_codes, asked))
+            found.append(plan(dims, with_codes, device, budget_bytes, of_codes, asked))
         except PlanDoesNotFit as error:  # the last one's needs least
             refusal = error
     if refusal is not None and not found:
@@ -134,10 +139,25 @@ def plans_of(dims: ModelDims, setup: TrainSetup, times: StepTimes) -> Frontier:
     return Frontier(MemoryModel.of(dims, replace(setup.leanest, graph=False)), times)
 
 
+def _with_weights(
+    made: Plan, dims: ModelDims, setup: TrainSetup, times: StepTimes, device: DeviceSpec, budget: int
+) -> tuple[Plan, TrainSetup, StepTimes]:
+    """Return the plan, its setup and times, with weights of few bits written out once if the setup leaves that to a
+    plan, everything else is kept, and there is room for them and for CUDA graphs."""
+    if not setup.chooses_written_once or set(made.policies) != {Policy.KEEP}:
+        return made, setup, times
+    once = replace(setup, written_out="once")
+    faster = times_written(times, dims, setup, once, device)
+    alone, with_graph = (
+        _predicted(MemoryModel.of(dims, replace(once, graph=graph)), faster, made.policies, made.buffers)
+        for graph in (False, setup.can_graph)
+    )
+    return (alone, once, faster) if with_graph.predicted["process"] <= budget else (made, setup, times)
+
+
 def _with_graph(made: Plan, dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int) -> Plan:
     """Return the plan, with CUDA graphs allowed if their memory is there, too, and counted where they are likely."""
-    graph = setup.graph and setup.fused and setup.method != "full"
-    memory = MemoryModel.of(dims, replace(setup, graph=graph))
+    memory = MemoryModel.of(dims, replace(setup, graph=setup.can_graph))
     if made.predicted["process"] + memory.graph > budget:
         return replace(made, graph=False)
     likely = max(layer.forward + layer.backward for layer in times.layers) < GRAPH_MS

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pronghorn.families.layer_spec import GatedMLPSpec, LayerSpec, Linear, PerLayerInputSpec
 from pronghorn.memory.devices import DeviceSpec
 from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, width_of
-from pronghorn.memory.plan import Codes, Policy, followed
+from pronghorn.memory.plan import Policy, followed
 
 SUSTAINED = 0.87
 """Large products of a layer against the largest product."""
@@ -122,11 +122,14 @@ def step_times(dims: ModelDims, setup: TrainSetup, device: DeviceSpec) -> StepTi
     return StepTimes(tuple(kinds[layer] for layer in dims.layers), copy, outside)
 
 
-def times_of_codes(times: StepTimes, dims: ModelDims, setup: TrainSetup, codes: Codes, device: DeviceSpec) -> StepTimes:
-    """Return the times, of `setup`, with its codes kept or written out: as much slower as the device's estimate."""
-    before, after = (step_times(dims, each, device).layers for each in (setup, replace(setup, codes=codes)))
+def times_written(
+    times: StepTimes, dims: ModelDims, setup: TrainSetup, other: TrainSetup, device: DeviceSpec
+) -> StepTimes:
+    """Return the times, of `setup`, with weights or codes kept or written out as `other` has them: as much faster or
+    slower as the device's estimate."""
+    before, after = (step_times(dims, each, device).layers for each in (setup, other))
     layers = (
-        replace(layer, backward=layer.backward * b.backward / a.backward)
+        replace(layer, forward=layer.forward * b.forward / a.forward, backward=layer.backward * b.backward / a.backward)
         for layer, a, b in zip(times.layers, before, after, strict=True)
     )
     return replace(times, layers=tuple(layers))

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from pronghorn.families.layer_spec import LayerSpec
-from pronghorn.memory.plan import Codes
+from pronghorn.memory.plan import Codes, WrittenOut
 
 NF4_BYTES = 1 / 2 + 1 / 64 + 1 / 4096
 """Of a number in NF4: 4 bits, 8 of absmax for 64 of them, and 32 for 256 of those."""
@@ -76,8 +76,9 @@ class TrainSetup:
     """The packed linears multiply in 8 bits as they are."""
     codes: Codes = "kept"
     """Whether 8-bit codes of weights in 16 bits are kept or written out; `auto`: as a plan chooses, kept until then."""
-    written_once: bool = False
-    """Linears' weights of few bits are kept as the forward's products have them, in `itemsize` bytes."""
+    written_out: WrittenOut = "each"
+    """Whether linears' weights of few bits are written out for each product, or once and kept so, in `itemsize` bytes;
+    `auto`: as a plan chooses, for each until then."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
     master_bytes: int = 4
@@ -128,6 +129,22 @@ class TrainSetup:
     def forward_in_fp8(self) -> bool:
         """Whether the forward's products of frozen linears are in 8 bits."""
         return self.fp8 and self.fp8_forward
+
+    @property
+    def can_graph(self) -> bool:
+        """Whether the layers run as CUDA graphs where there is memory for them."""
+        return self.graph and self.fused and self.method != "full"
+
+    @property
+    def written_once(self) -> bool:
+        """Whether linears' weights of few bits are kept as the forward's products have them."""
+        return self.written_out == "once"
+
+    @property
+    def chooses_written_once(self) -> bool:
+        """Whether a plan chooses that: the forward multiplies weights of few bits, and they are this process's own."""
+        few = self.method == "qlora" or self.linear_bytes is not None
+        return self.written_out == "auto" and few and self.fused and self.processes == 1 and not self.forward_in_fp8
 
     @property
     def writes_forward(self) -> bool:

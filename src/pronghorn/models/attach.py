@@ -135,7 +135,7 @@ class Handle:
         if plan is not None:
             self.installed = install(self.model, layers, plan, whole)
         if self.layers is not None:
-            self.layers.use_written_codes(self.options.writes_codes(plan))
+            self.layers.use(self.options.writes_codes(plan), self.options.writes_once(plan))
         if self.graphs is not None:
             self.graphs.restart()
         return self
@@ -259,7 +259,7 @@ def attach(
             return current if plan in (None, current.plan) else current.replan(plan)
         if plan is None and current.plan is not None:
             alike = current.options.compute is options.compute  # codes are of one compute
-            plan = current.plan if alike else replace(current.plan, codes_written=False)
+            plan = current.plan if alike else replace(current.plan, codes_written=False, written_once=False)
     if plan is not None and not family.generic:
         policies_of(plan, family, decoder_layers(base), fused and not has_experts(base.config))  # changes nothing yet
     # refused before an earlier attachment is taken off
@@ -292,8 +292,7 @@ def attach(
     backbone.__dict__[CAUSAL_LM] = base
     fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None
     if fused_layers is not None:
-        fused_layers.builder = replace(fused_layers.builder, written_once=options.experimental.written_out == "once")
-        fused_layers.use_written_codes(options.writes_codes(plan))
+        fused_layers.use(options.writes_codes(plan), options.writes_once(plan))
         fused_layers.install()
         backbone.__dict__[LAYERS] = fused_layers
     graphs = _add_graphs(base, options) if graphed else None

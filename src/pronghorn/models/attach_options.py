@@ -13,7 +13,7 @@ from pronghorn.families.registry import why_generic
 from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.linears import is_written_out
-from pronghorn.memory.plan import Codes, Plan
+from pronghorn.memory.plan import Codes, Plan, WrittenOut
 from pronghorn.models import experts
 from pronghorn.models.families import check_config, has_experts
 from pronghorn.models.graph import Graph
@@ -33,9 +33,9 @@ class Experimental:
     """`loop` leaves the experts to transformers' eager code."""
     masked_attention: bool = False
     """Packed attention over a dense mask."""
-    written_out: Literal["each", "once"] = "each"
-    """`once` keeps linears' weights of few bits as they are written out in the model's dtype, instead of writing them
-    out for each product. Input gradients in 8 bits still have their codes written out."""
+    written_out: WrittenOut = "auto"
+    """`each` writes linears' weights of few bits out for each product; `once` keeps them as they are written out in the
+    model's dtype, where the plan doesn't say so, too. Input gradients in 8 bits still have their codes written out."""
 
     @classmethod
     def of(cls, given: Experimental | Mapping[str, Any] | None) -> Experimental:
@@ -75,7 +75,7 @@ class AttachOptions:
             ("codes", self.codes, Codes),
             ("packing_metadata", switches.packing_metadata, Metadata),
             ("moe_routing", switches.moe_routing, experts.Routing),
-            ("written_out", switches.written_out, Literal["each", "once"]),
+            ("written_out", switches.written_out, WrittenOut),
         ):
             if value not in get_args(known):
                 raise ConfigError(f"{name} {value!r} is unknown", f"use one of {', '.join(get_args(known))}")
@@ -89,6 +89,11 @@ class AttachOptions:
     def writes_codes(self, plan: Plan | None) -> bool:
         """Tell whether 8-bit codes are written out of 16-bit weights for each product, and none kept beside them."""
         return self.codes == "written" or (self.codes == "auto" and plan is not None and plan.codes_written)
+
+    def writes_once(self, plan: Plan | None) -> bool:
+        """Tell whether linears' weights of few bits are kept as they are written out."""
+        asked = self.experimental.written_out
+        return asked == "once" or (asked == "auto" and plan is not None and plan.written_once)
 
     def check_codes(self, plan: Plan | None, layers: FusedLayers | None) -> None:
         """Refuse a choice of where 8-bit codes are from, of the options or the plan, that these layers don't have.

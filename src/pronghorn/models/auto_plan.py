@@ -201,7 +201,7 @@ def setup_of(
         linear_bytes=_bytes_a_number(weights) if packed else None,
         own_codes=own_codes,
         codes="kept" if layers is None or handle is None or not chooses_codes(layers) else handle.options.codes,
-        written_once=fused and handle is not None and handle.options.experimental.written_out == "once",
+        written_out="auto" if handle is None else handle.options.experimental.written_out,
         fused=fused,
         dropout=any(type(linear.lora_dropout[name]) is not nn.Identity for linear, name in adapted),
         dora=any(name in linear.lora_variant for linear, name in adapted),

@@ -187,7 +187,9 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     kinds = ", ".join(sorted({type(weight).__name__.removesuffix("Tensor") for weight in packed}))
     if not compute.is_fp8 or layers is None:
         if layers is not None and layers.builder.written_once:
-            return [PathTaken("products of frozen weights", "the model's dtype, written out once", "asked for")]
+            asked = handle.options.experimental.written_out == "once"
+            why = "asked for" if asked else "the plan has memory for them"
+            return [PathTaken("products of frozen weights", "the model's dtype, written out once", why)]
         written = f"the model's dtype, written out of {kinds} for each product"
         return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
     in_fp8, products = layers.in_fp8()

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from pronghorn.device import is_out_of_memory, processes
 from pronghorn.environment import restarts
 from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, TrainingError, UnsupportedError
-from pronghorn.memory.plan import CODES_WRITTEN, Plan, Policy
+from pronghorn.memory.plan import CODES_WRITTEN, WRITTEN_ONCE, Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
 from pronghorn.text import counted
@@ -69,7 +69,10 @@ _TIGHTER = {
 
 
 def tighten(plan: Plan) -> Plan | None:
-    """Put every layer under a policy that keeps much less; None if none is left."""
+    """Put every layer under a policy that keeps much less, after weights that were kept as they are written out; None
+    if nothing is left."""
+    if plan.written_once:
+        return replace(plan, written_once=False, predicted={})
     policies = tuple(_TIGHTER[policy] for policy in plan.policies)
     return None if policies == plan.policies else replace(plan, policies=policies, predicted={})
 
@@ -283,7 +286,8 @@ def _share(used: int | None, total: int | None) -> str:
 def _words(plan: Plan) -> str:
     counts = Counter(plan.policies)
     told = [policy if len(counts) == 1 else f"{policy} ({counted(n, 'layer')})" for policy, n in counts.items()]
-    return ", ".join([*told, CODES_WRITTEN] if plan.codes_written else told)
+    ways = [CODES_WRITTEN] * plan.codes_written + [WRITTEN_ONCE] * plan.written_once
+    return ", ".join([*told, *ways])
 
 
 def _store() -> Any:
