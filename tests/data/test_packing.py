@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 import time
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ from datasets import Dataset, concatenate_datasets
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pronghorn.data import packing
 from pronghorn.data.packed_rows import PackedRows, PackingStats, lengths_of
 from pronghorn.data.packing import Document, pack, packing_ceiling, packing_efficiency
 from pronghorn.errors import DataError
@@ -38,13 +40,12 @@ def test_every_document_once_and_no_row_overfull(problem: tuple[list[int], int],
 @settings(deadline=None)
 @given(problems())
 @example(([7, 6, 3, 2, 2], 10))  # the emptiest row with room would need a third row
-def test_rows_are_at_most_what_best_fit_decreasing_promises(problem: tuple[list[int], int]) -> None:
+def test_rows_are_hardly_more_than_best_fit_decreasing_s(problem: tuple[list[int], int]) -> None:
     lengths, capacity = problem
     rows = pack(lengths, capacity, 0)
     efficiency, ceiling = packing_efficiency(lengths, rows, capacity), packing_ceiling(lengths, capacity)
     assert 0 < efficiency <= ceiling <= 1
-    if lengths:
-        assert len(rows) == naive_best_fit_decreasing(lengths, capacity)
+    assert len(rows) <= 1.01 * naive_best_fit_decreasing(lengths, capacity)
 
 
 def naive_best_fit_decreasing(lengths: list[int], capacity: int) -> int:
@@ -56,6 +57,36 @@ def naive_best_fit_decreasing(lengths: list[int], capacity: int) -> int:
         else:
             left.append(capacity - length)
     return len(left)
+
+
+def test_what_cannot_be_drawn_is_packed_longest_first() -> None:
+    lengths = [40] * 150 + [60] * 40 + [20] * 80  # a row of two 40s has room for a 20, which the 60s don't need
+    draws = [40, 40] * 40 + [60, 40] * 35
+    assert len(pack(lengths + draws, 100, 0)) <= 1.01 * naive_best_fit_decreasing(lengths + draws, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity"), [("dolly", 8192), ("gsm8k", 4096), ("alpaca_demo", 8192), ("code", 8192)]
+)
+def test_rows_are_fair_samples(name: str, capacity: int, shared: Path) -> None:
+    """Rows' mean lengths differ about as those of documents drawn one by one; best-fit decreasing's far more."""
+    every = json.loads((shared / "data" / "lengths" / f"{name}.json").read_text(encoding="utf-8"))
+    lengths = [length for length in every if length <= capacity]
+
+    def spread(rows: list[list[int]]) -> float:
+        return statistics.pstdev(statistics.mean(lengths[index] for index in row) for row in rows)
+
+    rows, order = pack(lengths, capacity, 0), list(range(len(lengths)))
+    random.Random(1).shuffle(order)
+    drawn = [order[at :: len(rows)] for at in range(len(rows))]
+    assert spread(rows) < 1.7 * spread(drawn) < 0.5 * spread(packing._longest_first(lengths, capacity, order))
+
+
+def test_no_row_is_nearly_empty_where_all_can_be_alike() -> None:
+    lengths = [random.Random(0).randint(50, 400) for _ in range(1000)]
+    capacity = sum(lengths) // 3  # four rows are needed, and three would nearly do
+    rows = pack(lengths, capacity, 0)
+    assert len(rows) == 4 and min(sum(lengths[index] for index in row) for row in rows) > 0.7 * capacity
 
 
 @settings(deadline=None)
@@ -85,7 +116,7 @@ def test_seeds_give_other_rows_in_another_order_but_as_many() -> None:
     lengths = [draw.randint(1, 400) for _ in range(2000)]
     one, other = pack(lengths, 2048, 1), pack(lengths, 2048, 2)
     assert one != other
-    assert len(one) == len(other)
+    assert abs(len(one) - len(other)) <= 1
     assert {frozenset(row) for row in one} != {frozenset(row) for row in other}
     longest_first = sum(lengths[row[0]] == max(lengths[index] for index in row) for row in one)
     assert longest_first < len(one) / 2

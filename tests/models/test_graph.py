@@ -940,8 +940,8 @@ def test_rows_of_another_shape_are_captured_apart(monkeypatch: pytest.MonkeyPatc
     assert len(graphs._captured) == 2
 
 
-def test_few_graphs_serve_an_epoch_of_best_fit_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long documents are packed with few others, short ones with many: 2 to 70 documents a row, here."""
+def test_few_graphs_serve_an_epoch_of_unlike_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long documents are packed with few others, short ones may be with many: 2 to 70 documents a row, here."""
     graphs, cuda = graphs_of(with_adapters(tiny_model("llama")), monkeypatch), CudaOnTheCPU()
     for documents in (2, 70, 9, 33, 16, 48, 17, 65):
         lengths = [1] * (documents - 1) + [ROW - documents + 1]

@@ -112,7 +112,7 @@ IN_SECTION = {
     "data.packing": "did you mean packing.enabled?",
     "data.train.type": "did you mean format, of the same source?",
     "data.train.name": "did you mean config, of a hub set?",
-    "packing.strategy": "leave it out: rows are filled best fit first",
+    "packing.strategy": "leave it out: rows are fair samples of the documents, and full",
 }
 """What keys of other libraries mean in one section."""
 _WRITTEN = {

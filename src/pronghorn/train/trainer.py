@@ -2,7 +2,7 @@
 
 Everything TRL's users know stays: `SFTConfig`, its data formats, its tokenising, logging, saving. What changes:
 
-    rows      best-fit-decreasing into rows of exactly `max_length` tokens, metadata made once by the collator
+    rows      packed into rows of exactly `max_length` tokens, metadata made once by the collator
     loss      from the supervised tokens' hidden states (models.loss), over the supervised tokens of the whole
               accumulated batch and all ranks
     gradients watched (train.gradients)

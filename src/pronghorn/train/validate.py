@@ -63,7 +63,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
         if not hasattr(dataset, "__len__"):
             if packing:
                 raise UnsupportedError(
-                    f"{name} is streamed, and best-fit packing needs every length first",
+                    f"{name} is streamed, and packing needs every length first",
                     "load it whole (streaming=False), or "
                     + ("set eval_packing=False" if name == "eval_dataset" else "set packing=False"),
                 )
