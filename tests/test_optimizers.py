@@ -16,7 +16,7 @@ from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError
 from pronghorn.models.auto_plan import setup_of, trained_tensors
-from pronghorn.optimizers import OptimizerName, TrainedTensor, check_optimizer, state_bytes
+from pronghorn.optimizers import OptimizerName, TrainedTensor, check_optimizer, place_rates_again, state_bytes
 from pronghorn.train.run import run
 from pronghorn.train.run_state import changed_keys, recipe_hash
 from support.runs import QUIET, Make
@@ -92,15 +92,38 @@ def check_a_run(name: str, model: Path, rows: Dataset, folder: Path, **changes: 
     if name == "adafactor":  # its sums over rows and columns are left out
         assert counted == (0, 0) and sum(bytes_of(inner)) < sum(p.nbytes for p in trainer.model.parameters()) / 20
     else:
-        assert bytes_of(inner) == counted
+        assert bytes_of(inner) == counted, f"states take {bytes_of(inner)}, counted were {counted} (device, paged)"
     resumed = trainer_of(model, rows, folder, optim=name, **changes)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert bytes_of(resumed.optimizer.optimizer)[1] == bytes_of(inner)[1], "loaded states aren't paged"
+    rates = [each.optimizer.param_groups[0]["lr"] for each in (trainer, resumed)]
+    places = [rate.device if isinstance(rate, Tensor) else None for rate in rates]
+    assert rates[0] == rates[1] and places[0] == places[1], f"learning rates {rates}"  # tensors of torchao
+    losses, after = (
+        [(entry["loss"], entry["grad_norm"]) for entry in each.state.log_history if "loss" in entry]
+        for each in (trainer, resumed)
+    )
     once, again = (dict(each.model.named_parameters()) for each in (trainer, resumed))
-    assert all(torch.equal(weight, again[key]) for key, weight in once.items())
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(set(losses)) == 4 and resumed.state.global_step == 4, "nothing was trained"
+    differ = {
+        key: f"{int((weight != again[key]).sum())} of {weight.numel()}, by {(weight - again[key]).abs().max():.3g}"
+        for key, weight in once.items()
+        if not torch.equal(weight, again[key])
+    }
+    # the third step's loss differs: what was loaded does; the fourth's: the third update; neither: the fourth update
+    assert not differ, f"{differ}; (loss, norm of gradients) by step {losses}, resumed {after}"
+    assert len({loss for loss, _ in losses}) == 4 and resumed.state.global_step == 4, f"nothing was trained: {losses}"
     return resumed
+
+
+def test_learning_rates_of_a_checkpoint_go_where_parameters_are() -> None:
+    """The meta device stands for a GPU; rates that are no tensors stay."""
+    weights = [torch.nn.Parameter(torch.zeros(3, device=device)) for device in ("meta", "cpu", "meta")]
+    groups = [{"params": [weight]} for weight in weights]
+    optimizer = torch.optim.SGD(groups, lr=torch.tensor(1e-3))
+    optimizer.param_groups[2]["lr"] = 1e-3
+    place_rates_again(optimizer)
+    assert [group["lr"].device.type for group in optimizer.param_groups[:2]] == ["meta", "cpu"]
+    assert optimizer.param_groups[2]["lr"] == 1e-3
 
 
 def test_quantised_states_take_less_than_float32_ones() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from pronghorn.errors import ConfigError
 
 ON_PARTS = ("adamw_torch", "adamw_torch_fused", "sgd")
@@ -138,6 +140,14 @@ def state_bytes(name: str, tensors: Iterable[TrainedTensor]) -> tuple[int, int]:
         device += optimizer.states * scales
     tables = min(optimizer.states, 2) if maps else 0  # AdEMAMix's two means share one
     return device + 1024 * tables, paged  # the codes' values, once for all tensors
+
+
+def place_rates_again(optimizer: Any) -> None:
+    """Put learning rates that are tensors (torchao's) back where parameters are: accelerate does so before a training,
+    and a checkpoint's come from the CPU. For these torchao's step would be compiled, and tuned, once more."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"] = group["lr"].to(group["params"][0].device)
 
 
 def page_again(optimizer: Any) -> None:

@@ -522,14 +522,17 @@ def gpu_losses(model: Any, events: list[OutOfMemory]) -> tuple[list[float], int]
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", ["off", "on"])
 def test_memory_that_does_run_out(graph: str) -> None:
+    """Under LoRA's dropout, so that no layer is fused and no graph captured, whatever is asked for."""
+    gpu_losses(on_gpu(Plan.recompute(), graph), [])  # a process's first: cuBLAS's workspaces stay, kernels compile
     gc.collect()
     torch.cuda.empty_cache()
-    others = torch.cuda.memory_reserved()  # tests' before this one
+    others = torch.cuda.memory_reserved()  # tests' before this one, and those workspaces
     model = on_gpu(Plan.recompute(), graph)
     expected, least = gpu_losses(model, [])
     model = on_gpu(Plan.keep(), graph)
     _, most = gpu_losses(model, [])
-    assert most - others > 1.5 * (least - others)
+    told = f"others {in_mib(others)}, least {in_mib(least)}, most {in_mib(most)} MiB"
+    assert most - others > 1.5 * (least - others), told
     device = torch.cuda.current_device()
     del model
     model = on_gpu(Plan.keep(), graph)
@@ -542,11 +545,29 @@ def test_memory_that_does_run_out(graph: str) -> None:
         losses, reserved = gpu_losses(model, events)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    assert losses == pytest.approx(expected, rel=1e-3)
-    assert events and events[0].step == 1 and events[0].micro_batch == 1
+    told += (
+        f"; under the limit {in_mib(reserved)}, {[(event, event.used_bytes, event.total_bytes) for event in events]}"
+    )
+    assert losses == pytest.approx(expected, rel=1e-3), told
+    assert events and events[0].step == 1 and events[0].micro_batch == 1, told
     used, total = events[0].used_bytes, events[0].total_bytes
-    assert used is not None and total is not None and 0.5 * total < used <= total
-    assert reserved <= total and policies(model) != (Policy.KEEP,)
+    assert used is not None and total is not None, told
+    # growing segments may pass the limit by a part of a page: what is asked for counts, what is mapped are whole pages
+    allowed = total + (LARGE_PAGE if segments_grow() else 0)
+    assert 0.5 * total < used <= allowed, told
+    assert reserved <= allowed and policies(model) != (Policy.KEEP,), told
+
+
+LARGE_PAGE = 20 * 2**20
+"""What torch's growing segments are mapped by, of tensors over a MiB."""
+
+
+def segments_grow() -> bool:
+    return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
+
+
+def in_mib(size: int) -> int:
+    return size // 2**20
 
 
 def test_a_plan_that_was_made_is_made_again_for_a_little_less(monkeypatch: pytest.MonkeyPatch) -> None:
