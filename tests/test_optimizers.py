@@ -16,7 +16,7 @@ from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError
 from pronghorn.models.auto_plan import setup_of, trained_tensors
-from pronghorn.optimizers import OptimizerName, TrainedTensor, check_optimizer, place_rates_again, state_bytes
+from pronghorn.optimizers import OptimizerName, TrainedTensor, check_optimizer, place_again, state_bytes
 from pronghorn.train.run import run
 from pronghorn.train.run_state import changed_keys, recipe_hash
 from support.runs import QUIET, Make
@@ -121,7 +121,7 @@ def test_learning_rates_of_a_checkpoint_go_where_parameters_are() -> None:
     groups = [{"params": [weight]} for weight in weights]
     optimizer = torch.optim.SGD(groups, lr=torch.tensor(1e-3))
     optimizer.param_groups[2]["lr"] = 1e-3
-    place_rates_again(optimizer)
+    place_again(optimizer)
     assert [group["lr"].device.type for group in optimizer.param_groups[:2]] == ["meta", "cpu"]
     assert optimizer.param_groups[2]["lr"] == 1e-3
 

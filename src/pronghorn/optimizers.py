@@ -142,7 +142,13 @@ def state_bytes(name: str, tensors: Iterable[TrainedTensor]) -> tuple[int, int]:
     return device + 1024 * tables, paged  # the codes' values, once for all tensors
 
 
-def place_rates_again(optimizer: Any) -> None:
+def place_again(optimizer: Any) -> None:
+    """Put what a checkpoint was loaded into back where it was before a training: paged states, and learning rates."""
+    _page_again(optimizer)
+    _place_rates_again(optimizer)
+
+
+def _place_rates_again(optimizer: Any) -> None:
     """Put learning rates that are tensors (torchao's) back where parameters are: accelerate does so before a training,
     and a checkpoint's come from the CPU. For these torchao's step would be compiled, and tuned, once more."""
     for group in optimizer.param_groups:
@@ -150,7 +156,7 @@ def place_rates_again(optimizer: Any) -> None:
             group["lr"] = group["lr"].to(group["params"][0].device)
 
 
-def page_again(optimizer: Any) -> None:
+def _page_again(optimizer: Any) -> None:
     """Put states back into memory that moves to the host when the device is full: bitsandbytes loads a checkpoint's
     paged states to the device for good.
 

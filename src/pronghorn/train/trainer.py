@@ -32,7 +32,7 @@ from pronghorn.device import is_bf16_supported, processes
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.models.families import base_causal_lm
-from pronghorn.optimizers import page_again, place_rates_again
+from pronghorn.optimizers import place_again
 from pronghorn.parallel.sharded import sharded, whole_trained
 from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_model, prepared_rows, validate
 from pronghorn.train.counters import StepCounters, is_spare
@@ -361,9 +361,7 @@ class SFTTrainer(EvaluatingTrainer):
         with kept_rates(self.optimizer, self.lr_scheduler) if checkpoint and self.recipe else nullcontext():
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint:
-            inner = getattr(self.optimizer, "optimizer", self.optimizer)
-            page_again(inner)
-            place_rates_again(inner)
+            place_again(getattr(self.optimizer, "optimizer", self.optimizer))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as stock does, but whole or not at all: earlier checkpoints stay until the new one is complete."""
