@@ -1,8 +1,8 @@
 """Packing: documents into rows of `capacity` tokens, as whole documents and in pure integers.
 
 A row should be full, and a fair sample of the documents, as a padded batch is: updates that see long documents alone,
-or short ones, are another training. So `pack` draws documents at random until the next one doesn't fit, and fills what is
-left of the row with the longest that do.
+or short ones, are another training. So `pack` draws documents at random until the next one doesn't fit, and fills what
+is left of the row with the longest that do.
 
 That takes as many rows as best-fit decreasing where documents are short, as in chat data. Where it takes over 1 % more,
 best-fit decreasing packs them (D. S. Johnson, A. Demers, J. D. Ullman, M. R. Garey and R. L. Graham, "Worst-case
