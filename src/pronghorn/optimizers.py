@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from pronghorn.errors import ConfigError
 
 ON_PARTS = ("adamw_torch", "adamw_torch_fused", "sgd")
@@ -152,7 +150,7 @@ def _place_rates_again(optimizer: Any) -> None:
     """Put learning rates that are tensors (torchao's) back where parameters are: accelerate does so before a training,
     and a checkpoint's come from the CPU. For these torchao's step would be compiled, and tuned, once more."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
+        if hasattr(group["lr"], "to"):
             group["lr"] = group["lr"].to(group["params"][0].device)
 
 
