@@ -121,6 +121,7 @@ def commands() -> list[list[str]]:
             "tokenising",
             "exports",
             "export-time-llama-3.1-8b",
+            "fair-rows-stories260k",
             "gemma",
             "PYTHON=python",
         ],
