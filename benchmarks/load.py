@@ -3,7 +3,8 @@
     python -m benchmarks.load --model Qwen3-14B --checkpoints DIR --out result.json
 
 A checkpoint with random weights is written first. `read` reads its safetensors files from end to end and does nothing
-with them, `read in streams` does so by several threads; `pronghorn` is `load_in_4bit` through the house's loader;
+with them, `read in streams` does so by several threads; `copied` copies each tensor from the mapped file to the device
+and drops it, `staged` does so through two pinned buffers, which torch's threads fill by turns; `pronghorn` is `load_in_4bit` through the house's loader;
 `transformers` is `from_pretrained` with the same quantisation. Each is tried `--repeats` times, by turns; times are
 seconds, medians. Files are dropped from the page cache one by one (POSIX_FADV_DONTNEED), which asks the system and
 forces nothing: where it didn't, `cold read` is about `warm read`.
@@ -32,12 +33,14 @@ from pronghorn.diagnose.shapes import check_model, checkpoint_of
 from pronghorn.loading.load import default_device, load_model, resolve_dtype
 from pronghorn.loading.weights import bitsandbytes_config
 from pronghorn.models.report import LOADED_BY
-from pronghorn.precision.loader import check_weights
+from pronghorn.precision.loader import check_weights, checkpoint
 
 PIECE = 16 * 2**20
 """Bytes that `read` asks for at a time."""
 STREAMS = 8
 """Threads of `read in streams`."""
+STAGE = 128 * 2**20
+"""Bytes of each of `staged`'s two buffers."""
 
 
 def read(folder: Path) -> None:
@@ -60,6 +63,35 @@ def read_in_streams(folder: Path) -> None:
 
     with ThreadPoolExecutor(STREAMS) as threads:
         list(threads.map(lambda each: stream(*each), product(check_weights(folder), range(STREAMS))))
+
+
+def copied(folder: Path) -> None:
+    """Copy each tensor to the device, straight from its mapped file, and drop it."""
+    for stored in checkpoint(folder):
+        stored.read().to(default_device(), copy=True)
+
+
+def staged(folder: Path) -> None:
+    """Copy each tensor to the device through pinned buffers: while one is copied to the device, the other is filled."""
+    device = default_device()
+    on_cuda = device.type == "cuda"
+    buffers = [torch.empty(STAGE, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2)]
+    free: list[Any] = [None, None]
+    turn = 0
+    for stored in checkpoint(folder):
+        source = stored.read().contiguous().view(-1).view(torch.uint8)
+        target = torch.empty_like(source, device=device)
+        for start in range(0, source.numel(), STAGE):
+            part = source[start : start + STAGE]
+            if free[turn] is not None:
+                free[turn].synchronize()
+            buffer = buffers[turn][: part.numel()]
+            buffer.copy_(part)
+            target[start : start + STAGE].copy_(buffer, non_blocking=True)
+            if on_cuda:
+                free[turn] = torch.cuda.Event()
+                free[turn].record()
+            turn = 1 - turn
 
 
 def drop(folder: Path) -> None:
@@ -88,7 +120,7 @@ def by_transformers(folder: Path) -> Any:
 
 
 WAYS: dict[str, Callable[[Path], Any]] = {
-    "read": read, "read in streams": read_in_streams, "pronghorn": by_pronghorn, "transformers": by_transformers,
+    "read": read, "read in streams": read_in_streams, "copied": copied, "staged": staged, "pronghorn": by_pronghorn, "transformers": by_transformers,
 }  # fmt: skip
 
 
