@@ -6,8 +6,8 @@ A checkpoint with random weights is written first. `read` reads its safetensors 
 with them, `read in streams` does so by several threads; `copied` copies each tensor from the mapped file to the device
 and drops it, `staged` does so through two pinned buffers, which torch's threads fill by turns; `pronghorn` is
 `load_in_4bit` through the house's loader; `transformers` is `from_pretrained` with the same quantisation. Each is tried
-`--repeats` times, by turns; times are seconds, medians. Files are dropped from the page cache one by one (POSIX_FADV_DONTNEED), which asks the system and
-forces nothing: where it didn't, `cold read` is about `warm read`.
+`--repeats` times, by turns; times are seconds, medians. Files are dropped from the page cache one by one
+(POSIX_FADV_DONTNEED), which asks the system and forces nothing: where it didn't, `cold read` is about `warm read`.
 """
 
 from __future__ import annotations
