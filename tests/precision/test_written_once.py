@@ -26,7 +26,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
-from pronghorn.models.auto_plan import setup_of
+from pronghorn.models.auto_plan import plan_for, setup_of
 from pronghorn.precision.fp8 import BackwardSource
 from pronghorn.precision.source import DenseSource, NF4Source, PackedSource, WrittenOutSource
 from pronghorn.train.oom_retry import tighten
@@ -272,3 +272,16 @@ def test_on_a_gpu_no_bit_is_changed(family: str, graph: str) -> None:
         for _ in range(4):
             found[way] = loss_and_gradients(model, batch)
     assert same(found["once"], found["each"])
+
+
+@pytest.mark.gpu
+def test_auto_on_a_gpu_keeps_them() -> None:
+    model = nf4_model().cuda()
+    batch = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
+    handle = attach(model, Plan.keep(), layers="fused")
+    right = loss_and_gradients(model, batch)
+    made = plan_for(model, ROW)
+    assert made.written_once and set(made.policies) == {Policy.KEEP}
+    handle.replan(made)
+    assert same(loss_and_gradients(model, batch), right)
+    assert {type(linear.source) for linear in linears(handle)} == {DenseSource}
