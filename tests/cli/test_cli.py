@@ -25,7 +25,7 @@ from pronghorn.cli.verify import verify
 from pronghorn.diagnose import doctor
 from pronghorn.diagnose.doctor import Finding
 from pronghorn.environment import grow_segments
-from pronghorn.errors import TrainingError
+from pronghorn.errors import DataError, TrainingError
 from support.run_records import record
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "matplotlib", "numpy")
@@ -194,6 +194,24 @@ def test_what_the_system_refuses_is_no_traceback(recipe: Path, fake_run: Any, ca
     assert result.exit_code == 1 and f"error: {what} ran out: Failed to import" in result.stderr
     assert ("ulimit -u" in result.stderr) == (what == "threads")
     assert isinstance(invoke("train", str(recipe), "--debug").exception, RuntimeError)
+
+
+TOO_MANY = OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize("error", [TOO_MANY, RuntimeError("x.safetensors: Too many open files (os error 24)"), None])
+def test_too_many_open_files_are_no_traceback(recipe: Path, fake_run: Any, error: Exception | None) -> None:
+    """Also where an error of ours tells of them, and advises to look at the file."""
+
+    def refuse(*_: Any) -> None:
+        if error is not None:
+            raise error
+        raise DataError("a.jsonl can't be read", "fix the path") from TOO_MANY
+
+    fake_run(refuse)
+    result = invoke("train", str(recipe))
+    assert result.exit_code == 1 and "error: files that may be open ran out: " in result.stderr
+    assert "remedy: raise the shell's limit (ulimit -n 1024)" in result.stderr and "fix the path" not in result.stderr
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "a defect"), ImportError("a defect")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -15,14 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from pronghorn.cli import processes
 from pronghorn.cli.main import app
-from pronghorn.cli.processes import choose_gpus, leave_error
+from pronghorn.cli.processes import choose_gpus, leave_error, leaving_group
 from pronghorn.config.recipe import Recipe
 from pronghorn.environment import join_slurm, joined
-from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.errors import ConfigError, DataError, RunStopped, TrainingError
 from support.launched import Forked
 
 
@@ -279,3 +281,36 @@ def test_the_port_is_a_free_one_that_no_connection_is_given(monkeypatch: pytest.
         monkeypatch.setattr(processes, "PORTS", range(port, port + 1))
         with pytest.raises(TrainingError, match="can be listened on"):
             processes._free_port()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "left"),
+    [
+        pytest.param(False, None, True, id="at the end"),
+        pytest.param(False, RunStopped("stopped", "go on", 15), True, id="all stop"),
+        pytest.param(False, DataError("a row", "mend it"), False, id="one fails"),
+        pytest.param(True, None, False, id="somebody else's"),
+    ],
+)
+def test_the_group_that_a_command_joined_is_left(
+    tmp_path: Path, given: bool, error: Exception | None, left: bool
+) -> None:
+    def work() -> int:
+        def join() -> None:
+            dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+
+        if given:
+            join()
+        with contextlib.suppress(RunStopped, DataError), leaving_group():
+            if not given:
+                join()
+            if error is not None:
+                raise error
+        return 0 if dist.is_initialized() is not left else 9
+
+    assert Forked(work).wait() == 0
+
+
+def test_a_command_without_a_group_leaves_none() -> None:
+    with leaving_group():
+        pass

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 from typer.testing import CliRunner
 
@@ -58,6 +60,45 @@ def test_what_belongs_to_a_question_is_trained_with_it(place: Path, stories: Pat
     text = (place / "mine.yaml").read_text()
     columns = {"instruction": "question", "output": "answer", "input": "context"}
     assert yaml.safe_load(text)["data"]["columns"] == columns and "not read: Complex_CoT" in text
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": f"Up to {n}."}]}
+    for n in range(9)
+]
+
+
+def test_conversations_for_a_model_without_a_template_get_one(place: Path, stories: Path) -> None:
+    """ChatML, with its tokens, which are trained: such a recipe trains as it stands, too."""
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    result = invoke("init", "mine.yaml", "--model", str(stories), "--data", "rows.jsonl")
+    assert result.exit_code == 0, result.output
+    text = (place / "mine.yaml").read_text()
+    recipe = yaml.safe_load(text)
+    assert recipe["data"]["chat_template"] == "chatml"
+    assert recipe["adapter"]["new_tokens"] == ["<|im_start|>", "<|im_end|>"]
+    assert "the model has none; or name the model's instruct version: --model" in text and "9 rows (messages)" in text
+    trained = invoke("train", "mine.yaml", "train.max_steps=1", "report.html=false")
+    assert trained.exit_code == 0, trained.output
+
+
+def test_a_template_whose_tokens_the_model_has_is_preferred(place: Path, stories: Path) -> None:
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(stories)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]})
+    shutil.copytree(stories, place / "model")
+    tokenizer.save_pretrained(place / "model")
+    assert invoke("init", "mine.yaml", "--model", "model", "--data", "rows.jsonl", "--method", "full").exit_code == 0
+    recipe = yaml.safe_load((place / "mine.yaml").read_text())
+    assert recipe["data"]["chat_template"] == "gemma" and "new_tokens" not in recipe["adapter"]
+
+
+def test_a_template_whose_tokens_can_t_be_added_is_not_written(place: Path, stories: Path) -> None:
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    result = invoke("init", "--model", str(stories), "--data", "rows.jsonl", "--method", "full")
+    assert result.exit_code == 1 and "a conversation, but the tokenizer has no chat template" in result.stderr
+    assert "name the model's instruct version (--model), or leave --method full out" in result.stderr
+    assert not (place / "recipe.yaml").exists()
 
 
 def test_without_anything_named_the_recipe_is_whole(place: Path) -> None:

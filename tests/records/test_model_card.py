@@ -69,6 +69,50 @@ def test_a_folder_of_this_machine_is_no_base_of_the_hub(tmp_path: Path) -> None:
     assert f"`{tmp_path.name}`, a local folder" in written.text and "apache-2.0, the base's" in written.text
 
 
+def test_of_paths_a_card_shows_the_names_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sets/own").mkdir(parents=True)  # which looks like a name of the hub
+    table = {
+        "model": {"name": "/home/me/secret/base", "max_seq_length": 128},
+        "data": {
+            "train": ["/home/me/secret/x.jsonl", "../secret/y.jsonl", "secret/z.csv", "sets/own", "owner/set"],
+            "eval": "~/secret/held.jsonl",
+            "chat_template": "secret/chat.jinja",
+            "cache": "/scratch/secret/cache",
+        },
+        "train": {"output": "/home/me/secret/mine"},
+    }
+    sources = [{**SOURCES[0], "path": path} for path in table["data"]["train"]]
+    given = record(
+        model="/home/me/secret/base",
+        recipe=Recipe.model_validate(table).to_dict(),
+        packing={**record().packing, "sources": sources},
+    )
+    text = card(given, "peft")
+    assert not any(folder in text for folder in ("secret", "/home", "/scratch", "sets/", str(Path.home())))
+    assert "`x.jsonl`, `y.jsonl`, `z.csv`, `own`, `owner/set`: " in text and "`base`, a local folder" in text
+    assert "the names alone are shown.\n\n````yaml" in text
+    shown = yaml.safe_load(text.partition("````yaml\n")[2].partition("````")[0])
+    names = ["x.jsonl", "y.jsonl", "z.csv", "own", "owner/set"]
+    assert [source["path"] for source in shown["data"]["train"]] == names
+    assert (shown["data"]["eval"], shown["data"]["chat_template"], shown["data"]["cache"]) == (
+        "held.jsonl",
+        "chat.jinja",
+        "cache",
+    )
+    assert (shown["model"]["name"], shown["train"]["output"]) == ("base", "mine")
+    assert Recipe.model_validate(shown, strict=False)
+    assert given.recipe["model"]["name"] == "/home/me/secret/base", "the record keeps them"
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [("gpt2", "| Base | `gpt2` |"), ("models/a.b/x.gguf", "| Base | `x.gguf`, a local file |")],
+)
+def test_a_base_is_not_called_what_it_is_not(base: str, said: str) -> None:
+    assert said in card(of_run(base), "peft")
+
+
 @pytest.mark.parametrize("text", ["", "# Base\n", "---\n: [\n---\n", "---\n- a\n---\n", "---\nlicense: [a]\n---\n"])
 def test_a_licence_that_is_not_told_is_not_made_up(text: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(text)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from pronghorn.config.checks import share_of_step
 from pronghorn.config.recipe import Recipe
@@ -112,6 +113,19 @@ def test_all_processes_load_the_best_checkpoint(recipe: Make) -> None:
     done = train(2, file)
     assert done.returncode == 0, done.stderr
     assert "The lowest held-out loss was at step 1: those weights are kept" in done.stdout
+
+
+def test_processes_leave_their_group(recipe: Make, tmp_path: Path) -> None:
+    """Otherwise torch warns of it at the interpreter's end, where gloo's threads may abort a process."""
+
+    def note(rank: int) -> None:
+        leave = dist.destroy_process_group
+        dist.destroy_process_group = lambda *args: ((tmp_path / str(rank)).touch(), leave(*args))
+
+    file, _ = recipe("leaving", max_steps=1)
+    done = launch(2, file, folder=tmp_path, fault=note)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("[01]")) == ["0", "1"]
 
 
 FULL = {"max_steps": 6, "learning_rate": 1e-3, "save_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.5}

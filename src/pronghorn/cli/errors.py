@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,9 @@ INTERRUPTED = 130
 
 LONGEST = 360
 """Characters of a problem or a remedy, so that both are at most eight lines; of longer ones the middle is left out."""
-MEMORY, THREADS, DISK = "memory", "threads", "disk space"
+MEMORY, THREADS, DISK, FILES = "memory", "threads", "disk space", "files that may be open"
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+"""Of files that a process, or the whole system, has open."""
 _NO_ROOM = ("failed to map segment", "returned NULL without setting an exception")
 """What the loader says of a library for which no memory is left, and Python of an import that had none."""
 
@@ -51,8 +54,8 @@ def with_plain_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def plain_errors(debug: bool) -> Iterator[None]:
-    """Show Pronghorn's own errors, and memory or a disk that ran out, as two lines with exit code 1, and Ctrl-C as one
-    with 130.
+    """Show Pronghorn's own errors, and memory, a disk or open files that ran out, as two lines with exit code 1, and
+    Ctrl-C as one with 130.
 
     Other errors stay as they are. Other libraries' notices to programmers (deprecations) are shown with --debug only.
     """
@@ -69,7 +72,7 @@ def plain_errors(debug: bool) -> Iterator[None]:
     except PronghornError as error:
         if debug:
             _raise(error)
-        _tell(error)
+        _tell(_ran_out(error, FILES, "") if _lacks_files(error) else error)
     except (RuntimeError, MemoryError, ImportError, OSError) as error:
         short_of = _short_of(error)
         if debug or short_of is None:
@@ -103,13 +106,18 @@ def _ran_out(error: Exception, short_of: str, remedy: str) -> PronghornError:
     """Return the error that says what the machine had too little of."""
     if short_of == DISK:
         remedy = "free some space where files, temporary ones (TMPDIR) and this output go, and try again"
-    return PronghornError(f"{short_of} ran out: {' '.join(str(error).split()) or type(error).__name__}", remedy)
+    if short_of == FILES:
+        remedy = "raise the shell's limit (ulimit -n 1024) and run the same command again"
+    said = " ".join(str(getattr(error, "problem", error)).split())  # without the remedy of an error of ours
+    return PronghornError(f"{short_of} ran out: {said or type(error).__name__}", remedy)
 
 
 def _short_of(error: BaseException | None) -> str | None:
     """Return what the machine had too little of, if that raised the error or one before it."""
     if is_full(error):
         return DISK
+    if _lacks_files(error):
+        return FILES
     while error is not None:
         if "can't start new thread" in str(error):
             return THREADS
@@ -126,6 +134,15 @@ def _short_of(error: BaseException | None) -> str | None:
                 return MEMORY
         error = error.__cause__ or error.__context__
     return None
+
+
+def _lacks_files(error: BaseException | None) -> bool:
+    """Tell whether too many open files raised an error or one that it comes from."""
+    while error is not None:
+        if getattr(error, "errno", None) in _TOO_MANY or os.strerror(errno.EMFILE) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _raise(error: BaseException) -> NoReturn:

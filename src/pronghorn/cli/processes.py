@@ -18,14 +18,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pronghorn.environment import ERROR_FILE, RAN_OUT, environment_of_process, error_file
-from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, TrainingError
+from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, RunStopped, TrainingError
 from pronghorn.text import counted
 
 if TYPE_CHECKING:
@@ -123,6 +123,30 @@ def _start(count: int, command: Sequence[str], environment: Mapping[str, str]) -
             group.kill()
             for number, handler in earlier.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def leaving_group() -> Iterator[None]:
+    """Leave the group of processes that is joined in this block, if one is, at its end or when all stop together: torch
+    warns of a group that the interpreter's end finds, and gloo's threads may abort a process there.
+
+    A group that was joined before stays, and so does one after an error: the others would tell theirs first, of a
+    process that is gone, and NCCL would wait for them.
+    """
+    import torch.distributed as dist
+
+    def joined_now() -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    before, together = joined_now(), True
+    try:
+        yield
+    except BaseException as error:
+        together = isinstance(error, RunStopped)
+        raise
+    finally:
+        if together and joined_now() and not before:
+            dist.destroy_process_group()
 
 
 def leave_error(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ import typer
 
 from pronghorn.cli.console import Console, starting
 from pronghorn.cli.options import Overrides, RecipeFile
+from pronghorn.cli.processes import leaving_group
 from pronghorn.environment import main_process
 
 
@@ -59,7 +60,8 @@ def profile(
         from pronghorn.diagnose.profile import profile as record
         from pronghorn.diagnose.profile_report import show, write_report
 
-    report = record(settings, Console(stderr=True, highlight=False, quiet=not main_process()), steps, warmup)
+    with leaving_group():
+        report = record(settings, Console(stderr=True, highlight=False, quiet=not main_process()), steps, warmup)
     if not main_process():
         return
     console = Console()

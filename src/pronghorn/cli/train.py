@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pronghorn.cli.console import Console, starting
 from pronghorn.cli.options import Debug, Overrides, RecipeFile
-from pronghorn.cli.processes import choose_gpus, start, visible_gpus
+from pronghorn.cli.processes import choose_gpus, leaving_group, start, visible_gpus
 from pronghorn.environment import join_slurm, joined, main_process
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def train(
     with starting(quiet=not main_process()):
         from pronghorn.train.run import run
 
-    record = run(settings, console, allow, allow_older, overwrite)
+    with leaving_group():
+        record = run(settings, console, allow, allow_older, overwrite)
     console.print()
     console.print(summary(record, Path(settings.train.output), paths))
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pronghorn.data.control_tokens import ControlTokens, Pieces, Rule
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.data.rows import Conversation, Message, OnBad, PromptCompletion, Row, TextDocument, dropping, in_chunks
-from pronghorn.data.template import Turn, clip, render, special_tokens, turns
+from pronghorn.data.template import NoTemplateError, Turn, clip, render, special_tokens, turns
 from pronghorn.errors import DataError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Labeller:
             messages = (Message("user", row.prompt), Message("assistant", row.completion))
             row = Conversation(messages, path=row.path, line=row.line)
         if not tokenizer.chat_template:
-            raise DataError(
+            raise NoTemplateError(
                 f"{row.source}: a conversation, but the tokenizer has no chat template",
                 "use the model's instruct version or set data.chat_template",
             )

@@ -37,6 +37,10 @@ _EMPTY = ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think></think>\n
 """What a template may write in its place before a turn without reasoning."""
 
 
+class NoTemplateError(DataError):
+    """A conversation, and a tokenizer without a chat template."""
+
+
 @dataclass(frozen=True, slots=True)
 class Template:
     """A chat template. `needs` are the special tokens that a built-in one writes, last the one that ends the

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from pronghorn.config.recipe import Recipe
 from pronghorn.data.files import READERS, read_file
 from pronghorn.data.formats import columns_to_write, likely_columns
+from pronghorn.data.template import BUILT_IN, NoTemplateError, special_tokens
 from pronghorn.device import probe
 from pronghorn.diagnose.inspect import Inspection, inspect
 from pronghorn.diagnose.plan_report import PlanReport, report_plan
 from pronghorn.errors import DataError
-from pronghorn.loading.load import find_model
+from pronghorn.loading.load import FoundModel, find_model
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import GIB
 from pronghorn.memory.planner import PlanDoesNotFit
@@ -131,8 +132,36 @@ def _look_at(draft: Draft, machine: Machine, named: bool, progress: Progress | N
         raise DataError(error.problem, "name a model that you have: --model FOLDER") from error
     limit = getattr((located.base or located).config, "max_position_embeddings", None) or LONGEST
     draft.put("model.max_seq_length", min(limit, 4 * LONGEST))
-    seen = inspect(_recipe(draft, overflow="truncate"), "train", 0, progress)
+    try:
+        seen = inspect(_recipe(draft, overflow="truncate"), "train", 0, progress)
+    except NoTemplateError as error:
+        _choose_template(draft, located, error)
+        seen = inspect(_recipe(draft, overflow="truncate"), "train", 0, progress)
     _choose_length(draft, seen, min(limit, LONGEST if machine.gpu else ON_A_CPU))
+
+
+def _choose_template(draft: Draft, found: FoundModel, error: NoTemplateError) -> None:
+    """Choose a chat template for conversations, where the model's tokenizer has none: the first one whose special
+    tokens it has, else ChatML with tokens that are added and trained.
+
+    Raises:
+        DataError: every weight of it is trained, or it is a saved adapter: no tokens can be added then.
+    """
+    known, instead = special_tokens(found.tokenizer()), "or name the model's instruct version: --model"
+    for template in BUILT_IN.values():
+        if known.issuperset(template.needs):
+            draft.put("data.chat_template", template.name, f"the model has none, but this one's tokens; {instead}")
+            return
+    chatml = BUILT_IN["chatml"]
+    if found.is_adapter or draft.recipe["adapter"]["method"] == "full":
+        other = "or its base (--model)" if found.is_adapter else "or leave --method full out"
+        raise DataError(
+            error.problem,
+            f"name the model's instruct version (--model), {other}: with LoRA, ChatML's tokens are added and trained",
+        ) from error
+    draft.put("data.chat_template", chatml.name, f"the model has none; {instead}")
+    lacking = [token for token in chatml.needs if token not in known]
+    draft.put("adapter.new_tokens", lacking, "ChatML's, which the model lacks; they are trained")
 
 
 def _name_columns(draft: Draft, path: Path) -> None:

@@ -1,17 +1,20 @@
 """The model card of a run: a README.md as the hub reads it, beside what was trained.
 
 It names base, data, recipe, held-out loss, versions and licence, all from the run's record. A base that is a folder on
-this machine is named in words but not in the card's metadata: the hub refuses a base that is none of its own.
+this machine is named in words but not in the card's metadata: the hub refuses a base that is none of its own. Of paths
+the last component alone is shown: cards are published, and where somebody keeps files is nobody else's business.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from pronghorn.config.sections import DATA_FILES
 from pronghorn.records.page import write_text
 from pronghorn.records.record import RunRecord
 from pronghorn.text import counted
@@ -71,14 +74,16 @@ def card(record: RunRecord, library: str | None) -> str:
     front = yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False)
     table = "\n".join(f"| {label} | {_cell(value)} |" for label, value in _facts(record, licence))
     use = _USE[library].format(length=recipe["model"]["max_seq_length"]) if library else ""
-    written = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    shown = _without_folders(recipe)
+    written = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    told = "" if shown == recipe else "Of the machine's folders and files the names alone are shown.\n\n"
     versions = ", ".join(f"{package} {version}" for package, version in record.versions.items())
     sections = [
         f"---\n{front}---",
         f"# {name}",
         f"| | |\n|---|---|\n{table}",
         *([f"## Use\n\n{use}"] if use else []),
-        f"## Recipe\n\n````yaml\n{written}````",
+        f"## Recipe\n\n{told}````yaml\n{written}````",
         f"Trained by Pronghorn {VERSION} with {versions}.",
     ]
     return "\n\n".join(sections) + "\n"
@@ -119,17 +124,44 @@ def _is_local(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or Path(name).exists() or name.count("/") != 1
 
 
+def _last(path: str) -> str:
+    """Return the last component of a path."""
+    return Path(path).name or Path(path).resolve().name
+
+
+def _name(path: str) -> str:
+    """Return the last component of a path of this machine, or the whole name of what is on the hub."""
+    return _last(path) if _is_local(path) or Path(path).suffix.lower() in (*DATA_FILES, ".gguf") else path
+
+
+def _without_folders(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe with names in the place of paths of this machine."""
+    shown = copy.deepcopy(recipe)
+    data = shown["data"]
+    sources = [each for split in ("train", "eval") if isinstance(data[split], list) for each in data[split]]
+    # a held-out share has no folder, and data that are a list are in `sources`
+    named = [(shown["model"], "name"), (data, "train"), (data, "eval"), *((each, "path") for each in sources)]
+    paths = [(data, "chat_template"), (data, "cache"), (shown["train"], "output")]
+    for shorten, places in ((_name, named), (_last, paths)):
+        for table, key in places:
+            if isinstance(table[key], str):
+                table[key] = shorten(table[key])
+    return shown
+
+
 def _facts(record: RunRecord, licence: str | None) -> list[tuple[str, str]]:
     """Return what the card says in its table."""
     recipe, packing = record.recipe, record.packing
     adapter, train, before = recipe["adapter"], recipe["train"], record.heldout["before"]
-    base = f"`{Path(record.model).name}`, a local folder" if _is_local(record.model) else f"[{record.model}]"
-    if not _is_local(record.model):
-        base += f"(https://huggingface.co/{record.model})"
+    base = f"[{record.model}](https://huggingface.co/{record.model})"
+    if _is_local(record.model):
+        base = f"`{_name(record.model)}`"
+        if "/" in record.model or Path(record.model).exists():  # otherwise perhaps an old name of the hub, as gpt2
+            base += f", a local {'file' if record.model.endswith('.gguf') else 'folder'}"
     method = f"LoRA of rank {adapter['r']}" if adapter["method"] == "lora" else "every weight"
     method += " over 4-bit weights" if recipe["model"]["load_in_4bit"] else ""
     parameters, share = record.trainable["parameters"], record.trainable["share"]
-    sources = ", ".join(f"`{Path(source['path']).name}`" for source in packing.get("sources", ()))
+    sources = ", ".join(f"`{_name(source['path'])}`" for source in packing.get("sources", ()))
     supervised = f", {packing['labelled_tokens']:,} of them trained" if "labelled_tokens" in packing else ""
     loss = "no held-out data in this run"
     after = record.heldout["after"]

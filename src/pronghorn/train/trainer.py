@@ -25,7 +25,6 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from pronghorn import state
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import is_bf16_supported, processes
@@ -55,6 +54,7 @@ from pronghorn.train.ranks import (
     step_rows,
 )
 from pronghorn.train.rates import kept_rates
+from pronghorn.train.resumed import check_checkpoint
 from pronghorn.train.tokenised import documents_of
 
 
@@ -312,7 +312,8 @@ class SFTTrainer(EvaluatingTrainer):
         super().log(logs, start_time)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does. A checkpoint to resume from is verified first (DataError: damaged, or of another model).
+        """Train as TRL does. A checkpoint to resume from is verified first (DataError: damaged, or of other weights;
+        ConfigError: of another adapter, configuration or optimiser).
         A step that runs out of memory is repeated (TrainingError: that fails, see docs/out_of_memory.md)."""
         resume_from_checkpoint = checkpoint.named(Path(str(self.args.output_dir)), resume_from_checkpoint)
         validate.check_trains(self.model)
@@ -345,11 +346,10 @@ class SFTTrainer(EvaluatingTrainer):
         self._load_from_checkpoint(str(folder))
 
     def _check(self, folder: Path) -> None:
-        """Refuse a checkpoint that is damaged or of another model; one without a manifest (stock TRL's) passes."""
-        checkpoint.check_folder(folder)
-        if (folder / state.MANIFEST).exists():
-            contents = self.args.should_save and folder != self.checked  # of several processes one reads everything
-            checkpoint.check_model(folder, checkpoint.verify(folder, contents=contents), self._fingerprint)
+        """Refuse a checkpoint that is damaged or of another training, of a recipe's one of another model."""
+        contents = self.args.should_save and folder != self.checked  # of several processes one reads everything
+        optimizer = str(getattr(self.args.optim, "value", self.args.optim)) if self.recipe is None else None
+        check_checkpoint(folder, self.model, self._fingerprint, contents, optimizer)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return where checkpoints go: aside while one is being written."""
