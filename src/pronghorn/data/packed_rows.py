@@ -30,7 +30,7 @@ class PackingStats:
 
 
 class PackedRows(Dataset):
-    """Rows of documents that `pack` put together; row i is `{"input_ids", "labels", "lengths"}`.
+    """Packed rows, each full and a fair sample of the documents; row i is `{"input_ids", "labels", "lengths"}`.
 
     Args:
         documents: a list or a `datasets.Dataset`, each `{"input_ids": [...], "labels": [...]}` of equal length (labels
