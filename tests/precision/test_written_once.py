@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
 from pronghorn.diagnose.shapes import shape_of
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.weight_layout import STEP
 from pronghorn.loading.load import load_model
 from pronghorn.memory.devices import device_spec
@@ -27,6 +27,7 @@ from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import plan_for, setup_of
+from pronghorn.parallel.sharded import IN_BUFFER
 from pronghorn.precision.fp8 import BackwardSource
 from pronghorn.precision.source import DenseSource, NF4Source, PackedSource, WrittenOutSource
 from pronghorn.train.oom_retry import tighten
@@ -242,6 +243,14 @@ def test_layers_follow_the_plan_and_let_them_go() -> None:
     handle = attach(model, Plan(written_once=True), layers="fused", experimental={"written_out": "each"})
     assert same(loss_and_gradients(model, batch), right)
     assert {type(linear.source) for linear in linears(handle)} == {NF4Source}
+
+
+def test_weights_that_processes_share_are_refused() -> None:
+    model, batch = nf4_model(), packed_row(LENGTHS, ROW)
+    attach(model, Plan(written_once=True), layers="fused")
+    setattr(model.model.model.layers[1].mlp.down_proj.base_layer.weight, IN_BUFFER, True)
+    with pytest.raises(UnsupportedError, match=r"processes share can't be kept.*leave written_once of the plan"):
+        model(**batch)
 
 
 def test_the_command_says_so(tmp_path: Path) -> None:

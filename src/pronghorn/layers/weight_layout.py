@@ -106,7 +106,10 @@ class GroupStorage:
             UnsupportedError: processes share the weights, which may be another layer's by now.
         """
         if self.is_shared():
-            raise UnsupportedError("written_out = 'once' for weights that processes share", "leave written_out out")
+            raise UnsupportedError(
+                "weights that processes share can't be kept as they are written out",
+                "leave written_once of the plan, or written_out = 'once', out",
+            )
         state, adapter = (dtype, self._state()), adapter_of(self.linears[0])
         of = None if adapter is None or not below else adapter.a.data_ptr()
         if self._written is None or self._written[0] != state:
