@@ -195,6 +195,14 @@ def test_graphs_come_before_them() -> None:
     assert plain.graph and not plain.written_once
 
 
+def test_layers_that_are_not_fused_keep_none_even_if_asked() -> None:
+    """As padded batches of transformers' layers: bitsandbytes writes them out for each product."""
+    dims, plain = dims_of_shape("Llama-3.1-8B"), replace(NF4, fused=False)
+    asked = replace(plain, written_out="once")
+    assert MemoryModel.of(dims, asked).resting == MemoryModel.of(dims, plain).resting
+    assert not plan(dims, asked, device_spec("h200")).written_once
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -138,7 +138,7 @@ class TrainSetup:
     @property
     def written_once(self) -> bool:
         """Whether linears' weights of few bits are kept as the forward's products have them."""
-        return self.written_out == "once"
+        return self.written_out == "once" and self.fused
 
     @property
     def chooses_written_once(self) -> bool:
