@@ -3,10 +3,10 @@
     python -m benchmarks.fair_rows --model FOLDER --train dolly_3k.json --held-out instruction-data.json --out FILE
 
 `fair` are rows as `pack` makes them, `longest first` rows of best-fit decreasing, both of `--tokens` tokens, and
-`padded` as many batches of equally many documents, drawn at random. An update is one of them. All else is equal: every
-weight is trained, or LoRA's with `--rank`, by plain transformers in float32, each document by itself, from the same
-weights, as many updates of AdamW with a rate that falls to 0, the loss averaged over an update's supervised tokens. One
-seed decides the documents' order for all three. Held out are `--held-out`'s first rows, and some of `--train`'s own.
+`padded` about as many batches of equally many documents, drawn at random. An update is one of them. All else is equal:
+every weight is trained, or LoRA's with `--rank`, by plain transformers in float32, each document by itself, from the
+same weights, by AdamW with a rate that falls to 0, the loss averaged over an update's supervised tokens. One seed
+decides the documents' order for all three. Held out are `--held-out`'s first rows, and some of `--train`'s own.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ Way = Callable[[list[int], int, int], list[list[int]]]
 
 
 def longest_first(lengths: list[int], tokens: int, seed: int) -> list[list[int]]:
+    """Pack rows by best-fit decreasing, and bring them into any order."""
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
-    rows = packing._longest_first(lengths, tokens, order)
+    rows = packing.longest_first(lengths, tokens, order)
     random.Random(seed).shuffle(rows)
     return rows
 
 
 def padded(lengths: list[int], tokens: int, seed: int) -> list[list[int]]:
+    """Draw batches of equally many documents, and no more of them than rows; the last may be smaller."""
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
     each = math.ceil(len(order) / len(packing.pack(lengths, tokens, seed)))

@@ -66,30 +66,33 @@ def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
     shuffle = random.Random(seed).shuffle
     order = list(range(len(lengths)))
     shuffle(order)
-    rows = _at_random(lengths, capacity, order)
-    if (len(rows) - 1) * capacity >= sum(lengths):  # else no packing takes fewer
-        fewest = _longest_first(lengths, capacity, order)
+    least = -(-sum(lengths) // capacity)
+    rows = at_random(lengths, capacity, order, least)
+    if len(rows) > least:
+        fewest = longest_first(lengths, capacity, order)
         if len(rows) > (1 + MORE_ROWS) * len(fewest):
             rows = fewest
+        else:  # the last one holds what is left: once more, with the same share for each
+            alike = at_random(lengths, capacity, order, len(rows))
+            rows = alike if len(alike) <= len(rows) else rows
     for row in rows:
         shuffle(row)
     shuffle(rows)
     return rows
 
 
-def _at_random(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> list[list[int]]:
-    """Fill one row after the other: with documents in `order` until one doesn't fit, then with the longest that fit.
+def at_random(lengths: Sequence[int], capacity: int, order: Sequence[int], count: int) -> list[list[int]]:
+    """Pack checked lengths row by row: documents in `order` until one doesn't fit, then the longest that fit.
 
-    A row takes no document more when it has its share of all tokens, so that where not all rows can be full, none is
-    nearly empty. `there` is an integer whose bit n says that documents of n tokens are left.
+    A row takes no document more when it has its share of the tokens that are left, as one of `count` rows: where not all
+    can be full, all are alike. `there` is an integer whose bit n says that documents of n tokens are left.
     """
     by_length = _by_length(lengths, reversed(order))
     there = sum(1 << length for length in by_length)
     total, placed, next_ = sum(lengths), bytearray(len(lengths)), 0
-    share = -(-total // max(1, -(-total // capacity)))
     rows: list[list[int]] = []
     while total:
-        row, tokens = list[int](), 0
+        row, tokens, share = list[int](), 0, -(-total // max(1, count - len(rows)))
         while tokens < share and next_ < len(order):
             if not placed[order[next_]]:
                 if tokens + lengths[order[next_]] > capacity:
@@ -112,8 +115,8 @@ def _at_random(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> l
     return rows
 
 
-def _longest_first(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> list[list[int]]:
-    """Pack by best-fit decreasing; documents of one length in the reverse of `order`.
+def longest_first(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> list[list[int]]:
+    """Pack checked lengths by best-fit decreasing; documents of one length in the reverse of `order`.
 
     Rows are kept on stacks by the number of tokens they have left, and `free` is an integer whose bit r says that
     stack r is not empty: the fullest row with room for `length` is the lowest set bit of `free >> length`. That costs
