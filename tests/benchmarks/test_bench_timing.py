@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks import counts
 from benchmarks.timing import HostClock, by_part, ratio, schedule, spread, timed_step
 
 
@@ -63,6 +67,22 @@ def test_spread_and_every_repeat_by_part() -> None:
     expected = {"forward": [1.0] * 3, "backward": [2.0] * 3, "optimizer": [0.5] * 3, "step": [3.5] * 3}
     assert by_part([[step], [step, step]]) == expected
     assert by_part([]) == {}
+
+
+def test_time_on_the_device_is_that_of_the_device_s_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes each event's device type anew."""
+    cpu, cuda = (
+        torch.autograd.DeviceType(int(kind)) for kind in (torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA)
+    )
+    events = [
+        SimpleNamespace(key="cudaLaunchKernel", count=3, device_type=cpu, self_device_time_total=0),
+        SimpleNamespace(key="a kernel", count=3, device_type=cuda, self_device_time_total=2500),
+        SimpleNamespace(key="Memcpy", count=1, device_type=cuda, self_device_time_total=500),
+    ]
+    profile = SimpleNamespace(key_averages=lambda: events)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(profile))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert counts.profile_step(lambda: None) == {"launches": 3, "device_ms": 3.0}
 
 
 @pytest.mark.gpu
