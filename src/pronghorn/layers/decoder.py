@@ -131,7 +131,7 @@ class FusedLayers:
                 merge_weights(frozen, dtype)
         self._merged = True
 
-    def use(self, codes_written: bool, written_once: bool) -> None:
+    def use_weights(self, codes_written: bool, written_once: bool) -> None:
         """Let products have weights and codes in these ways from now on (`LayerBuilder`)."""
         if (builder := replace(self.builder, codes_written=codes_written, written_once=written_once)) != self.builder:
             self.builder, self._builds = builder, []

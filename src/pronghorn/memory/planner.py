@@ -87,7 +87,7 @@ def plan(
         made = Frontier(memory, times).within(min(budget, most))
     if made.predicted["process"] <= budget:
         if not rows and (asked is None or asked.undecided):
-            made, setup, times = _with_weights(made, dims, setup, times, device, min(budget, most))
+            made, setup, times = _with_written_weights(made, dims, setup, times, device, min(budget, most))
         made = replace(made, graph=False) if rows else _with_graph(made, dims, setup, times, min(budget, most))
         made = replace(made, codes_written=setup.codes == "written", written_once=setup.written_once)
         return replace(made, mlp_rows=rows, device=device.name, budget_bytes=budget)
@@ -139,7 +139,7 @@ def plans_of(dims: ModelDims, setup: TrainSetup, times: StepTimes) -> Frontier:
     return Frontier(MemoryModel.of(dims, replace(setup.leanest, graph=False)), times)
 
 
-def _with_weights(
+def _with_written_weights(
     made: Plan, dims: ModelDims, setup: TrainSetup, times: StepTimes, device: DeviceSpec, budget: int
 ) -> tuple[Plan, TrainSetup, StepTimes]:
     """Return the plan, its setup and times, with weights of few bits written out once if the setup leaves that to a

@@ -135,7 +135,7 @@ class Handle:
         if plan is not None:
             self.installed = install(self.model, layers, plan, whole)
         if self.layers is not None:
-            self.layers.use(self.options.writes_codes(plan), self.options.writes_once(plan))
+            self.layers.use_weights(self.options.writes_codes(plan), self.options.writes_once(plan))
         if self.graphs is not None:
             self.graphs.restart()
         return self
@@ -292,7 +292,7 @@ def attach(
     backbone.__dict__[CAUSAL_LM] = base
     fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None
     if fused_layers is not None:
-        fused_layers.use(options.writes_codes(plan), options.writes_once(plan))
+        fused_layers.use_weights(options.writes_codes(plan), options.writes_once(plan))
         fused_layers.install()
         backbone.__dict__[LAYERS] = fused_layers
     graphs = _add_graphs(base, options) if graphed else None
