@@ -84,8 +84,8 @@ def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
 def at_random(lengths: Sequence[int], capacity: int, order: Sequence[int], count: int) -> list[list[int]]:
     """Pack checked lengths row by row: documents in `order` until one doesn't fit, then the longest that fit.
 
-    A row takes no document more when it has its share of the tokens that are left, as one of `count` rows: where not all
-    can be full, all are alike. `there` is an integer whose bit n says that documents of n tokens are left.
+    A row takes no document more when it has its share of the tokens that are left, as one of `count` rows: where not
+    all can be full, all are alike. `there` is an integer whose bit n says that documents of n tokens are left.
     """
     by_length = _by_length(lengths, reversed(order))
     there = sum(1 << length for length in by_length)
