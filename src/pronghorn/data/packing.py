@@ -89,10 +89,10 @@ def at_random(lengths: Sequence[int], capacity: int, order: Sequence[int], count
     """
     by_length = _by_length(lengths, reversed(order))
     there = sum(1 << length for length in by_length)
-    total, placed, next_ = sum(lengths), bytearray(len(lengths)), 0
+    left, placed, next_ = sum(lengths), bytearray(len(lengths)), 0
     rows: list[list[int]] = []
-    while total:
-        row, tokens, share = list[int](), 0, -(-total // max(1, count - len(rows)))
+    while left:
+        row, tokens, share = list[int](), 0, -(-left // max(1, count - len(rows)))
         while tokens < share and next_ < len(order):
             if not placed[order[next_]]:
                 if tokens + lengths[order[next_]] > capacity:
@@ -111,7 +111,7 @@ def at_random(lengths: Sequence[int], capacity: int, order: Sequence[int], count
             else:
                 there ^= 1 << length
         rows.append(row)
-        total -= tokens
+        left -= tokens
     return rows
 
 
