@@ -1,11 +1,11 @@
-"""NF4 quantise-on-load against reading the same files: with the page cache dropped, and warm.
+"""Loading, and NF4 quantise-on-load, against reading the same files: with the page cache dropped, and warm.
 
     python -m benchmarks.load --model Qwen3-14B --checkpoints DIR --out result.json
 
 A checkpoint with random weights is written first. `read` reads its safetensors files from end to end and does nothing
 with them, `read in streams` does so by several threads; `copied` copies each tensor from the mapped file to the device
-and drops it, `staged` does so through two pinned buffers, which torch's threads fill by turns; `pronghorn` is
-`load_in_4bit` through the house's loader; `transformers` is `from_pretrained` with the same quantisation. Each is tried
+and drops it, `staged` does so through pinned buffers; `pronghorn` is the house's loader, in 4 or 16 bits;
+`transformers` is `from_pretrained` with the same quantisation. Each is tried
 `--repeats` times, by turns; times are seconds, medians. Files are dropped from the page cache one by one
 (POSIX_FADV_DONTNEED), which asks the system and forces nothing: where it didn't, `cold read` is about `warm read`.
 """
@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,17 @@ from benchmarks.program import parser_of, run
 from benchmarks.record import check_out
 from pronghorn.device import device_name, versions
 from pronghorn.diagnose.shapes import check_model, checkpoint_of
-from pronghorn.loading.load import default_device, load_model, resolve_dtype
+from pronghorn.loading.load import default_device, find_model, resolve_dtype
+from pronghorn.loading.one_by_one import load_one_by_one
+from pronghorn.loading.staging import Staging
 from pronghorn.loading.weights import bitsandbytes_config
-from pronghorn.models.report import LOADED_BY
+from pronghorn.models.families import check_config
 from pronghorn.precision.loader import check_weights, checkpoint
 
 PIECE = 16 * 2**20
 """Bytes that `read` asks for at a time."""
 STREAMS = 8
 """Threads of `read in streams`."""
-STAGE = 128 * 2**20
-"""Bytes of each of `staged`'s two buffers."""
 
 
 def read(folder: Path) -> None:
@@ -72,26 +73,10 @@ def copied(folder: Path) -> None:
 
 
 def staged(folder: Path) -> None:
-    """Copy each tensor to the device through pinned buffers: while one is copied to the device, the other is filled."""
-    device = default_device()
-    on_cuda = device.type == "cuda"
-    buffers = [torch.empty(STAGE, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2)]
-    free: list[Any] = [None, None]
-    turn = 0
+    """Copy each tensor to the device through pinned buffers, as the house's loader does."""
+    staging = Staging(default_device())
     for stored in checkpoint(folder):
-        source = stored.read().contiguous().view(-1).view(torch.uint8)
-        target = torch.empty_like(source, device=device)
-        for start in range(0, source.numel(), STAGE):
-            part = source[start : start + STAGE]
-            if free[turn] is not None:
-                free[turn].synchronize()
-            buffer = buffers[turn][: part.numel()]
-            buffer.copy_(part)
-            target[start : start + STAGE].copy_(buffer, non_blocking=True)
-            if on_cuda:
-                free[turn] = torch.cuda.Event()
-                free[turn].record()
-            turn = 1 - turn
+        staging.copy(stored.read(), stored.dtype)
 
 
 def drop(folder: Path) -> None:
@@ -102,38 +87,43 @@ def drop(folder: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def by_pronghorn(folder: Path) -> Any:
+def by_pronghorn(folder: Path, bits: int) -> Any:
     """Load through the house's loader."""
-    model, _ = load_model(folder, dtype="bfloat16", max_seq_length=16, load_in_4bit=True)
-    assert model.__dict__[LOADED_BY] == "", model.__dict__[LOADED_BY]
+    device = default_device()
+    dtype, found = resolve_dtype("bfloat16", device), find_model(folder, max_seq_length=16)
+    asked = bitsandbytes_config(found.config, bits == 4, dtype)
+    attention = check_config(found.config).load_attention
+    model, reason = load_one_by_one(found.name, found.config, asked, dtype, device, found.hub, attention, None)
+    assert model is not None, reason
     return model
 
 
-def by_transformers(folder: Path) -> Any:
+def by_transformers(folder: Path, bits: int) -> Any:
     """Load as transformers does by itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device, config = default_device(), AutoConfig.from_pretrained(folder)
-    asked = bitsandbytes_config(config, True, resolve_dtype("bfloat16", device))
-    options = {"quantization_config": asked, "device_map": {"": device}}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    config, device = AutoConfig.from_pretrained(folder), default_device()
+    asked = bitsandbytes_config(config, bits == 4, resolve_dtype("bfloat16", device))
+    options: dict[str, Any] = {"quantization_config": asked} if asked is not None else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": device}, **options)
 
 
 WAYS: dict[str, Callable[[Path], Any]] = {
     "read": read, "read in streams": read_in_streams, "copied": copied, "staged": staged,
-    "pronghorn": by_pronghorn, "transformers": by_transformers,
 }  # fmt: skip
+LOADERS: dict[str, Callable[[Path, int], Any]] = {"pronghorn": by_pronghorn, "transformers": by_transformers}
 
 
-def measure(folder: Path, repeats: int) -> dict[str, Any]:
+def measure(folder: Path, bits: int, repeats: int) -> dict[str, Any]:
     """Return seconds by way and state of the page cache, and the device's peak and rest in bytes."""
+    ways = WAYS | {name: partial(loader, bits=bits) for name, loader in LOADERS.items()}
     seconds: dict[str, list[float]] = {}
     memory: dict[str, int] = {}
     on_cuda = torch.cuda.is_available()
-    by_pronghorn(folder)  # imports, and kernels compiled
+    by_pronghorn(folder, bits)  # imports, and kernels compiled
     for _ in range(repeats):
         for state in ("cold", "warm"):
-            for name, way in WAYS.items():
+            for name, way in ways.items():
                 gc.collect()
                 if on_cuda:
                     torch.cuda.empty_cache()
@@ -158,6 +148,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="Qwen3-14B", help="a known shape")
     parser.add_argument("--checkpoints", type=Path, required=True, help="where random weights are kept")
+    parser.add_argument("--bits", type=int, choices=(4, 16), default=4, help="of the model's linears")
     parser.add_argument("--repeats", type=int, default=3)
     return parser
 
@@ -167,11 +158,17 @@ def main(given: argparse.Namespace) -> None:
     check_out(given.out)
     check_model(given.model)
     folder = checkpoint_of(given.model, given.checkpoints, 0)
-    measured = measure(folder, given.repeats)
+    measured = measure(folder, given.bits, given.repeats)
     seconds = measured["seconds"]
     size = sum(file.stat().st_size for file in check_weights(folder))
     ratios = {state: round(seconds[f"{state} pronghorn"] / seconds[f"{state} read"], 3) for state in ("cold", "warm")}
-    report = {"schema": "pronghorn-load-v1", "model": given.model, "file bytes": size, "over reading": ratios}
+    report = {
+        "schema": "pronghorn-load-v1",
+        "model": given.model,
+        "bits": given.bits,
+        "file bytes": size,
+        "over reading": ratios,
+    }
     report |= measured | {"device": device_name(), "versions": versions(), "commit": given.commit}
     print(json.dumps(report, indent=1))
     if given.out:

@@ -212,7 +212,9 @@ def test_quantise_on_load_is_timed_against_reading(tmp_path: Path) -> None:
     done = programs.invoke(load, "--model", "tiny", "--checkpoints", tmp_path, "--repeats", "1", "--out", out)
     assert done.exit_code == 0, done.output
     report = json.loads(out.read_text())
-    assert report["seconds"].keys() == {f"{state} {way}" for state in ("cold", "warm") for way in load.WAYS}
+    assert report["seconds"].keys() == {
+        f"{state} {way}" for state in ("cold", "warm") for way in load.WAYS | load.LOADERS
+    }
     assert report["over reading"].keys() == {"cold", "warm"} and report["file bytes"] > 2**16
 
 

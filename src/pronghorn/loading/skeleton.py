@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.loading.share import SharedLoading
+from pronghorn.loading.staging import Staging
 from pronghorn.precision.loader import StoredTensor, load
 
 
@@ -55,10 +56,9 @@ def fill(
     from transformers.utils import logging
 
     def place(name: str, stored: StoredTensor) -> Tensor:
-        tensor = stored.read()
-        return tensor.to(device, expected[name].dtype, copy=tensor.device.type == "cpu")  # never a view of its file
+        return staging.copy(stored.read(), expected[name].dtype)
 
-    owners = owners or {}
+    owners, staging = owners or {}, Staging(device)
     if share is not None:
         share.begin(model, dict.fromkeys(owners.get(name, name) for name in expected))
     bar = logging.tqdm(total=len(expected), desc="Loading weights")  # transformers' own, hidden by its settings
