@@ -74,9 +74,9 @@ def copied(folder: Path) -> None:
 
 def staged(folder: Path) -> None:
     """Copy each tensor to the device through pinned buffers, as the house's loader does."""
-    staging = Staging(default_device())
-    for stored in checkpoint(folder):
-        staging.copy(stored.read(), stored.dtype)
+    with Staging(default_device()) as staging:
+        for stored in checkpoint(folder):
+            staging.copy(stored, stored.dtype)
 
 
 def drop(folder: Path) -> None:
@@ -114,7 +114,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 LOADERS: dict[str, Callable[[Path, int], Any]] = {"pronghorn": by_pronghorn, "transformers": by_transformers}
 
 
-def measure(folder: Path, bits: int, repeats: int) -> dict[str, Any]:
+def measure(folder: Path, bits: int, repeats: int, states: tuple[str, ...]) -> dict[str, Any]:
     """Return seconds by way and state of the page cache, and the device's peak and rest in bytes."""
     ways = WAYS | {name: partial(loader, bits=bits) for name, loader in LOADERS.items()}
     seconds: dict[str, list[float]] = {}
@@ -122,7 +122,7 @@ def measure(folder: Path, bits: int, repeats: int) -> dict[str, Any]:
     on_cuda = torch.cuda.is_available()
     by_pronghorn(folder, bits)  # imports, and kernels compiled
     for _ in range(repeats):
-        for state in ("cold", "warm"):
+        for state in states:
             for name, way in ways.items():
                 gc.collect()
                 if on_cuda:
@@ -149,6 +149,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="Qwen3-14B", help="a known shape")
     parser.add_argument("--checkpoints", type=Path, required=True, help="where random weights are kept")
     parser.add_argument("--bits", type=int, choices=(4, 16), default=4, help="of the model's linears")
+    parser.add_argument("--warm", action="store_true", help="leave the dropped page cache out")
     parser.add_argument("--repeats", type=int, default=3)
     return parser
 
@@ -158,10 +159,11 @@ def main(given: argparse.Namespace) -> None:
     check_out(given.out)
     check_model(given.model)
     folder = checkpoint_of(given.model, given.checkpoints, 0)
-    measured = measure(folder, given.bits, given.repeats)
+    states = ("warm",) if given.warm else ("cold", "warm")
+    measured = measure(folder, given.bits, given.repeats, states)
     seconds = measured["seconds"]
     size = sum(file.stat().st_size for file in check_weights(folder))
-    ratios = {state: round(seconds[f"{state} pronghorn"] / seconds[f"{state} read"], 3) for state in ("cold", "warm")}
+    ratios = {state: round(seconds[f"{state} pronghorn"] / seconds[f"{state} read"], 3) for state in states}
     report = {
         "schema": "pronghorn-load-v1",
         "model": given.model,

@@ -22,6 +22,7 @@ from pronghorn.models.lora import add_lora
 from pronghorn.models.report import LOADED_BY, render
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
+from support.loaded import differences, facts
 from support.tiny import packed_row, tiny_model
 
 FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt_oss"]
@@ -45,34 +46,13 @@ def by_transformers(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=asked, device_map={"": "cpu"})
 
 
-def facts(model: Any) -> dict[str, Any]:
-    """Everything that training or saving finds: weights, statistics, buffers, what the model says of itself."""
-    made: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
-    made |= {f"buffer {name}": value for name, value in model.named_buffers()}
-    for name, parameter in model.named_parameters():
-        made[f"kind of {name}"] = type(parameter), parameter.dtype, parameter.requires_grad
-        state = getattr(parameter, "quant_state", None)
-        made |= {} if state is None else {f"{name}: {key}": value for key, value in state.as_dict().items()}
-        for number, part in enumerate(getattr(parameter, "parts", ())):
-            made[f"{name}, {number}"] = part
-    made["kinds"] = {name: type(module) for name, module in model.named_modules()}
-    made["config"] = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-    made["generation"] = model.generation_config.to_dict()
-    own = "is_quantized", "is_loaded_in_4bit", "quantization_method", "training", "name_or_path"
-    return made | {name: getattr(model, name) for name in own}
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bits_are_those_of_transformers(tmp_path: Path, family: str, dtype: str) -> None:
     checkpoint(tmp_path, family)
     ours = by_the_house(tmp_path, dtype)
     assert ours.__dict__[LOADED_BY] == ""
-    made, right = facts(ours), facts(by_transformers(tmp_path, getattr(torch, dtype)))
-    assert made.keys() == right.keys()
-    for name, value in right.items():
-        same = torch.equal(made[name], value) if isinstance(value, torch.Tensor) else made[name] == value
-        assert same, name
+    assert differences(ours, by_transformers(tmp_path, getattr(torch, dtype))) == []
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

@@ -55,7 +55,8 @@ class Skeleton:
         quantised = {name for name in self.expected if quantizer and quantizer.param_needs_quantization(model, name)}
 
         def rename(name: str) -> str | None:
-            return None if name in tied or is_left_out(model, model.config, name) else name
+            left_out = name not in self.expected and is_left_out(model, model.config, name)
+            return None if name in tied or left_out else name
 
         def quantise(name: str, tensor: Tensor) -> Tensor:
             if name not in quantised:

@@ -22,9 +22,14 @@ def without_weights(config: Any, dtype: torch.dtype, attention: str | None) -> A
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
+    with torch.no_grad():
+        for module in model.modules():
+            if module._buffers.keys() & module._non_persistent_buffers_set:
+                model._init_weights(module)  # once more, in float32, as from_pretrained does: GPT-J's positions
+    return model
 
 
 def tied_names(model: Any) -> set[str]:
@@ -55,22 +60,24 @@ def fill(
     """
     from transformers.utils import logging
 
-    def place(name: str, stored: StoredTensor) -> Tensor:
-        return staging.copy(stored.read(), expected[name].dtype)
-
-    owners, staging = owners or {}, Staging(device)
+    owners = owners or {}
     if share is not None:
         share.begin(model, dict.fromkeys(owners.get(name, name) for name in expected))
     bar = logging.tqdm(total=len(expected), desc="Loading weights")  # transformers' own, hidden by its settings
-    for key, tensor in load(source, rename=rename, place=place, transform=transform, expected=expected):
-        bar.update()
-        if tensor is None:
-            continue
-        name = owners.get(key, key)
-        put(model, name, tensor)
-        del tensor  # before the next one is read, and before a layer is shared
-        if share is not None:
-            share.arrived(name)
+    with Staging(device) as staging:
+
+        def place(name: str, stored: StoredTensor) -> Tensor:
+            return staging.copy(stored, expected[name].dtype)
+
+        for key, tensor in load(source, rename=rename, place=place, transform=transform, expected=expected):
+            bar.update()
+            if tensor is None:
+                continue
+            name = owners.get(key, key)
+            put(model, name, tensor)
+            del tensor  # before the next one is read, and before a layer is shared
+            if share is not None:
+                share.arrived(name)
     bar.close()
     model.tie_weights()
     for module in model.modules():

@@ -48,6 +48,23 @@ class StoredTensor:
         return self.rows(0, self.shape[0] if self.shape else 1)
 
 
+class InFile:
+    """Reads rows of a tensor of an open safetensors file, which is mapped, and tells where its bytes lie.
+
+    Args:
+        opened: the file, as `safe_open` opened it.
+        offset: of the tensor's first byte in the file.
+    """
+
+    def __init__(self, opened: Any, file: Path, offset: int, name: str, shape: tuple[int, ...]) -> None:
+        self.file, self.offset = file, offset
+        self._opened, self._name, self._shape = opened, name, shape
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        tensor: Tensor = self._opened.get_tensor(self._name)
+        return tensor[start:stop] if self._shape else tensor
+
+
 def load(
     source: Iterable[StoredTensor],
     *,
@@ -138,6 +155,7 @@ def _safetensors(files: list[Path], path: Path) -> Iterator[StoredTensor]:
         if lost:
             raise DataError(f"{index} names {min(lost)}, which {file} lacks", "copy, download or save it again")
     for file in files:
+        offsets = _offsets(file)
         with safe_open(file, "pt") as opened:
             for name in opened.offset_keys():
                 if indexed and path / parts.get(name, "") != file:
@@ -147,11 +165,15 @@ def _safetensors(files: list[Path], path: Path) -> Iterator[StoredTensor]:
                 if dtype is None:
                     raise DataError(f"{file}: {name} is {part.get_dtype()}", "save it in a dtype that torch has")
 
-                def rows(start: int, stop: int, name: str = name, shape: tuple[int, ...] = shape) -> Tensor:
-                    tensor: Tensor = opened.get_tensor(name)
-                    return tensor[start:stop] if shape else tensor
+                yield StoredTensor(name, shape, dtype, str(file), InFile(opened, file, offsets[name], name, shape))
 
-                yield StoredTensor(name, shape, dtype, str(file), rows)
+
+def _offsets(file: Path) -> dict[str, int]:
+    """Return where each tensor of a safetensors file begins, by its header; safetensors' own reader doesn't tell."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 @contextmanager

@@ -1,0 +1,82 @@
+"""Weights of 16 bits through the house's loader: what transformers loads, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.loading import load
+from pronghorn.loading.load import find_model, load_model
+from pronghorn.loading.one_by_one import load_one_by_one
+from pronghorn.loading.weights import whole_model
+from pronghorn.models.families import check_config
+from support import causal_lms
+from support.loaded import differences
+from support.tiny import FAMILIES, MOE_FAMILIES, tiny_model
+
+STOP = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+JOINED = {"qwen3_moe", "mixtral", "olmoe", "glm4_moe", "qwen3_5_moe_text", "qwen3_next"}
+"""Their experts lie apart in files."""
+TOWERS = {"fuyu", "mllama", "emu3"}
+"""Their language models have classes of their own, which are tried by themselves."""
+
+CLEARED = {"youtu": {"model.embed_tokens.weight", "lm_head.weight"}}
+"""Transformers clears the row of the padding token, whatever the file holds."""
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.to(torch.bfloat16).save_pretrained(folder)
+    byte_tokenizer(512).save_pretrained(folder)
+    return folder
+
+
+def both(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, str]:
+    """Load a folder by the house's loader, or say why not, and by transformers."""
+    found, device = find_model(folder, max_seq_length=16), torch.device("cpu")
+    attention = check_config(found.config).load_attention
+    where = folder, found.config, None, dtype, device, found.hub, attention, found.composite
+    model, reason = load_one_by_one(*where)
+    options = {"config": found.config, "dtype": dtype, "attn_implementation": attention, "device_map": {"": device}}
+    return model, whole_model(folder, found.composite, use_safetensors=True, **options, **found.hub), reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES | MOE_FAMILIES)
+def test_a_family_is_what_transformers_loads(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model, right, reason = both(saved(tiny_model(family, **STOP), tmp_path), dtype)
+    if family in JOINED:
+        assert model is None and "transformers joins them" in reason
+        return
+    assert differences(model, right) == []
+
+
+@pytest.mark.parametrize("kind", ["gptj", "gpt2", "bloom", "falcon", "mamba", "mpt", "rwkv"])
+def test_another_class_is_what_transformers_loads(tmp_path: Path, kind: str) -> None:
+    """GPT-J computes its positions in float32, whatever its weights are; GPT-2 has weights that end like a buffer that
+    old checkpoints hold and it doesn't."""
+    model, right, _ = both(saved(causal_lms.tiny(kind), tmp_path), torch.bfloat16)
+    assert differences(model, right) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(causal_lms.causal_lms().keys() - causal_lms.NOT_RUN.keys()))
+def test_every_class_is_what_transformers_loads(tmp_path: Path, kind: str) -> None:
+    config = causal_lms.small_config(kind)
+    if "text_config" in config.sub_configs or kind in TOWERS:
+        pytest.skip("a model with towers: its language model is tried by itself")
+    if kind in FAMILIES | MOE_FAMILIES:
+        pytest.skip("tried as a family")
+    model, right, reason = both(saved(causal_lms.tiny(kind), tmp_path), torch.bfloat16)
+    assert reason or set(differences(model, right)) == CLEARED.get(kind, set())
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_model_comes_through_the_house_s_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tiny_model("llama", **STOP), tmp_path)
+    right = load_model(folder, dtype="bfloat16", max_seq_length=16, device=torch.device("cpu"))[0]
+    monkeypatch.setattr(load, "whole_model", None)
+    assert differences(load_model(folder, dtype="bfloat16", max_seq_length=16)[0], right) == []
