@@ -28,6 +28,12 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 EARLIER = {
+    "end-to-end-llama-3.1-8b-read-by-threads": "end-to-end-llama-3.1-8b",
+    "end-to-end-qwen3-14b-nf4-read-by-threads": "end-to-end-qwen3-14b-nf4",
+    "end-to-end-qwen3-14b-nf4-by-torchs-threads": "end-to-end-qwen3-14b-nf4",
+    "load-qwen3-14b-by-torchs-threads": "load-qwen3-14b",
+    "end-to-end-smollm2-instructions-fair-rows": "end-to-end-smollm2-instructions",
+    "step-qwen3-0.6b-device-time": "step-qwen3-0.6b",
     "end-to-end-llama-3.1-8b-four-at-a-time": "end-to-end-llama-3.1-8b",
     "end-to-end-llama-3.1-8b-first-on-a-machine": "end-to-end-llama-3.1-8b",
     "end-to-end-qwen3-14b-nf4-four-at-a-time": "end-to-end-qwen3-14b-nf4",
