@@ -15,6 +15,7 @@ from pronghorn.loading.one_by_one import load_one_by_one
 from pronghorn.loading.weights import whole_model
 from pronghorn.models.families import check_config
 from support import causal_lms
+from support.composites import SERVED, write_composite
 from support.loaded import differences
 from support.tiny import FAMILIES, MOE_FAMILIES, tiny_model
 
@@ -60,6 +61,13 @@ def test_another_class_is_what_transformers_loads(tmp_path: Path, kind: str) -> 
     old checkpoints hold and it doesn't."""
     model, right, _ = both(saved(causal_lms.tiny(kind), tmp_path), torch.bfloat16)
     assert differences(model, right) == []
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_language_model_among_towers_is_what_transformers_loads(tmp_path: Path, kind: str) -> None:
+    write_composite(tmp_path, kind)
+    model, right, reason = both(tmp_path, torch.bfloat16)
+    assert reason or differences(model, right) == []
 
 
 @pytest.mark.slow

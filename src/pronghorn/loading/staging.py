@@ -69,7 +69,9 @@ class Staging:
             read = self._next_buffer()[: part.numel() * size]
             self._fill(read, where.file, where.offset + start * size)
             values = read.view(stored.dtype)
-            part.copy_(values if stored.dtype == dtype else values.to(self._device, non_blocking=True), True)
+            if stored.dtype != dtype:
+                values = values.to(self._device, non_blocking=True)  # and converted there
+            part.copy_(values, non_blocking=True)
             self._is_copied()
         return result
 
