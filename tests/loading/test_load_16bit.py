@@ -82,6 +82,16 @@ def test_every_class_is_what_transformers_loads(tmp_path: Path, kind: str) -> No
     assert reason or set(differences(model, right)) == CLEARED.get(kind, set())
 
 
+def test_a_repository_without_safetensors_is_left_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    config = causal_lms.small_config("llama")
+    where = "owner/model", config, None, torch.float32, torch.device("cpu"), {}, "sdpa", None
+    model, reason = load_one_by_one(*where)
+    assert model is None and "no safetensors" in reason
+
+
 @pytest.mark.gpu
 def test_a_gpu_s_model_comes_through_the_house_s_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tiny_model("llama", **STOP), tmp_path)

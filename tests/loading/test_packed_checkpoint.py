@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -180,16 +181,28 @@ def test_4_bit_products_on_a_gpu_are_within_the_rule(tmp_path: Path, targets: li
         assert loss == results[0][0] and all(torch.equal(gradients[name], results[0][1][name]) for name in gradients)
 
 
-def test_of_a_hub_model_only_transformers_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("more", "weights"), [([INDEX], ["model-1.safetensors", "model-2.safetensors"]), ([], ["model.safetensors"])]
+)
+def test_of_a_hub_model_only_transformers_files_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], weights: list[str]
+) -> None:
     from huggingface_hub.utils import filter_repo_objects
 
-    there = ["config.json", "model-1.safetensors", "consolidated.safetensors", "original/x.safetensors", "a.bin"]
+    there = ["config.json", *weights, "consolidated.safetensors", "model.fp32.safetensors", "original/x.safetensors"]
+    there += ["a.bin", *more]
     asked: list[str] = []
 
     def download(name: str, allow_patterns: Any, ignore_patterns: Any, **_: Any) -> str:
-        asked.extend(filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        found = list(filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        if INDEX in found:
+            (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict(zip("abc", weights * 2, strict=False))}))
+        asked.extend(found)
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert fetched("owner/model", {}) == tmp_path
-    assert asked == ["config.json", "model-1.safetensors"]
+    assert asked == ["config.json", *more, *weights]

@@ -118,6 +118,8 @@ def load_one_by_one(
     if hub.get("trust_remote_code"):
         return None, "the checkpoint's own code may load it"
     folder = fetched(name, hub)
+    if not Path(name).is_dir() and not any(folder.glob("*.safetensors")):
+        return None, "the repository has no safetensors, and transformers may have them converted"
     plain = type(config).from_dict(config.to_dict())
     plain._name_or_path = str(name)
     try:

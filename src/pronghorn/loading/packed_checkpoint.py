@@ -26,8 +26,8 @@ from pronghorn.loading.skeleton import fill, put, tied_names, without_weights
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import StoredTensor, checkpoint, json_value
 
-METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
-"""Files of a hub's repository that loading reads; folders below it hold other formats."""
+METADATA = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Files of a hub's repository that loading reads beside weights; folders below it hold other formats."""
 MODELOPT_FILE = "hf_quant_config.json"
 """Where NVIDIA's Model Optimizer says how it quantised; newer versions say it in config.json, too."""
 
@@ -186,18 +186,19 @@ def _shaped(source: Iterable[StoredTensor], expected: Mapping[str, Tensor]) -> I
 
 
 def fetched(name: str | Path, hub: dict[str, Any]) -> Path:
-    """Return a model's folder; of one on the hub, what was downloaded of it."""
+    """Return a model's folder; of one on the hub, what was downloaded of it: the weights that its index names, or
+    model.safetensors. A repository may hold the publisher's own format beside these, or other precisions."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
+    def download(patterns: Iterable[str]) -> Path:
+        asked: dict[str, Any] = {"revision": hub.get("revision"), "token": hub.get("token"), "ignore_patterns": ["*/*"]}
+        return Path(snapshot_download(str(name), allow_patterns=sorted(patterns), **asked))
+
     try:
-        return Path(
-            snapshot_download(
-                str(name), revision=hub.get("revision"), token=hub.get("token"), allow_patterns=list(METADATA),
-                ignore_patterns=["*/*", "consolidated*"],  # the publisher's own format beside transformers'
-            )
-        )  # fmt: skip
+        index = download(METADATA) / "model.safetensors.index.json"
+        return download(set(json_value(index, "weight_map").values()) if index.is_file() else ["model.safetensors"])
     except (OSError, ValueError) as error:
         raise DataError(f"model {name} can't be had from the hub ({error})", "check the name and connection") from error
 
