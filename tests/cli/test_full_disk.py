@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
@@ -118,7 +119,7 @@ def test_pages_name_the_remedy_of_their_error(tmp_path: Path, monkeypatch: pytes
         OSError("Not enough disk space. Needed: 2.00 GiB"),
     ],
 )
-@pytest.mark.parametrize("part", ["configuration", "tokenizer", "weights", "data"])
+@pytest.mark.parametrize("part", ["configuration", "tokenizer", "weights", "weights, by the house's loader", "data"])
 def test_a_disk_without_room_for_a_download(
     monkeypatch: pytest.MonkeyPatch, stories: Path, part: str, error: Any
 ) -> None:
@@ -130,6 +131,11 @@ def test_a_disk_without_room_for_a_download(
     calls: dict[str, tuple[Any, str, Callable[[], Any]]] = {
         "configuration": (PretrainedConfig, "get_config_dict", lambda: find_model(name, max_seq_length=64)),
         "tokenizer": (AutoTokenizer, "from_pretrained", found.tokenizer),
+        "weights, by the house's loader": (
+            huggingface_hub,
+            "snapshot_download",
+            lambda: replace(found, load_in_4bit=True).model(torch.float32, torch.device("cpu")),
+        ),
         "weights": (AutoModelForCausalLM, "from_pretrained", lambda: found.model(torch.float32, torch.device("cpu"))),
         "data": (datasets, "load_dataset", lambda: fingerprint(Source(path=Path(name)))),
     }

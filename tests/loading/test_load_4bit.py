@@ -162,7 +162,7 @@ def test_another_version_s_insides_leave_it_to_transformers(tmp_path: Path, monk
     checkpoint(tmp_path, "llama")
     monkeypatch.setattr("pronghorn.loading.one_by_one.why_not", gone)
     [told] = [path for path in attach(by_the_house(tmp_path)).report if path.part == "quantising on load"]
-    assert told.path == "transformers" and "built otherwise (no _get_dtype_plan)" in told.why
+    assert told.path == "transformers" and "without weights (no _get_dtype_plan)" in told.why
 
 
 def quantised(folder: Path, source: Path, **asked: Any) -> Path:

@@ -74,7 +74,7 @@ def load_model(
     Raises:
         ConfigError, DataError, UnsupportedError: as `find_model`; DataError, too, where weights are missing.
     """
-    device = device or default_device()
+    device = default_device() if device is None else torch.device(device)
     weights_dtype = resolve_dtype(dtype, device)
     found = find_model(name, **options)
     tokenizer = found.tokenizer()

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pronghorn.errors import PronghornError
 from pronghorn.loading.composite import Composite
 from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_checkpoint import fetched, language_source, read_generation_config
 from pronghorn.loading.share import SharedLoading
 from pronghorn.loading.skeleton import fill, tied_names, without_weights
+from pronghorn.loading.weights import NOT_LOADED
 
 
 class Skeleton:
@@ -125,8 +127,10 @@ def load_one_by_one(
     try:
         skeleton = Skeleton(plain, asked, dtype, device, attention)
         reason = why_not(skeleton, folder, composite)
-    except (AttributeError, ImportError, TypeError) as error:  # it goes by names that are transformers' own
-        return None, f"this version of transformers is built otherwise ({error})"
+    except PronghornError:
+        raise
+    except NOT_LOADED as error:  # a strange configuration, or names that are transformers' own and have changed
+        return None, f"this version of transformers doesn't make it without weights ({error})"
     if reason is not None:
         return None, reason
     model = skeleton.fill(language_source(folder, composite), share)

@@ -64,7 +64,7 @@ def fill(
     if share is not None:
         share.begin(model, dict.fromkeys(owners.get(name, name) for name in expected))
     bar = logging.tqdm(total=len(expected), desc="Loading weights")  # transformers' own, hidden by its settings
-    with Staging(device) as staging:
+    with bar, Staging(device) as staging:
 
         def place(name: str, stored: StoredTensor) -> Tensor:
             return staging.copy(stored, expected[name].dtype)
@@ -78,7 +78,6 @@ def fill(
             del tensor  # before the next one is read, and before a layer is shared
             if share is not None:
                 share.arrived(name)
-    bar.close()
     model.tie_weights()
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):

@@ -24,7 +24,7 @@ from pronghorn.models.families import has_experts
 from pronghorn.precision.loader import checkpoint
 from pronghorn.text import clip, counted, does
 
-_NOT_LOADED = (
+NOT_LOADED = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
     *(NotImplementedError, TypeError, ValueError),
 )
@@ -51,7 +51,7 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
             model, info = _language_model(name, composite, **options)
     except PronghornError:
         raise
-    except _NOT_LOADED as error:
+    except NOT_LOADED as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnsupportedError(
             f"transformers can't load {options.get('gguf_file', name)} ({clip(reason, 300)})",
