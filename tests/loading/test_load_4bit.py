@@ -55,15 +55,21 @@ def test_the_bits_are_those_of_transformers(tmp_path: Path, family: str, dtype: 
     assert differences(ours, by_transformers(tmp_path, getattr(torch, dtype))) == []
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_experts_that_lie_apart_are_transformers_to_join_and_the_report_says_so(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "qwen3_next"])
+def test_experts_that_lie_apart_are_joined_to_the_bits_of_transformers(tmp_path: Path, family: str) -> None:
     checkpoint(tmp_path, family)
     model = by_the_house(tmp_path)
-    made, right = facts(model), facts(by_transformers(tmp_path))
-    assert all(torch.equal(made[name], value) for name, value in right.items() if isinstance(value, torch.Tensor))
-    handle = attach(model, Plan.keep())
-    [line] = [line for line in render(handle, None) if line.part == "quantising on load"]
-    assert line.path == "transformers" and "transformers joins them" in line.why
+    assert model.__dict__[LOADED_BY] == "" and differences(model, by_transformers(tmp_path)) == []
+
+
+def test_an_expert_without_all_its_parts_is_an_error(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "qwen3_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"each expert's part of model\.layers\.1\.mlp\.experts\.gate_up_proj once"):
+        by_the_house(tmp_path)
 
 
 def test_the_report_names_the_house_loader(tmp_path: Path) -> None:
@@ -160,7 +166,7 @@ def test_another_version_s_insides_leave_it_to_transformers(tmp_path: Path, monk
         raise AttributeError("no _get_dtype_plan")
 
     checkpoint(tmp_path, "llama")
-    monkeypatch.setattr("pronghorn.loading.one_by_one.why_not", gone)
+    monkeypatch.setattr("pronghorn.loading.one_by_one.Skeleton.why_not", gone)
     [told] = [path for path in attach(by_the_house(tmp_path)).report if path.part == "quantising on load"]
     assert told.path == "transformers" and "without weights (no _get_dtype_plan)" in told.why
 

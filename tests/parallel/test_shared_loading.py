@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pronghorn.diagnose.shapes import byte_tokenizer
@@ -34,7 +35,9 @@ CASES = {
     "qwen3_5_text": True,
     "qwen2 in FP8": True,
     "gpt_oss in MXFP4": True,
-    "qwen3_moe in 4 bits": False,  # its experts lie apart, and transformers joins them
+    "qwen3_moe": True,
+    "qwen3_moe in 4 bits": True,
+    "mistral, its head twice": False,  # which follows rules that are transformers' own
 }
 """And whether the house's loader shares each layer when it comes."""
 
@@ -50,7 +53,14 @@ def checkpoint(folder: Path, case: str) -> Path:
     elif case.endswith("FP8"):
         packed_linears(folder / name, "rows", name)
     else:
-        tiny_model(name, eos_token_id=2, intermediate_size=128).to(torch.bfloat16).save_pretrained(folder / name)
+        tied = {"tie_word_embeddings": True} if case.endswith("twice") else {}
+        model = tiny_model(name, eos_token_id=2, intermediate_size=128, **tied).to(torch.bfloat16)
+        model.save_pretrained(folder / name)
+        if tied:
+            file = folder / name / "model.safetensors"
+            save_file(
+                {**load_file(file), "lm_head.weight": model.lm_head.weight.detach().clone()}, file, {"format": "pt"}
+            )
         byte_tokenizer(512).save_pretrained(folder / name)
     return folder / name
 

@@ -10,6 +10,7 @@ what they look for. The device never holds more than the model, or this process'
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from pronghorn.errors import PronghornError
 from pronghorn.loading.composite import Composite
+from pronghorn.loading.joined import Joining, Names, Part, parts_of
 from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_checkpoint import fetched, language_source, read_generation_config
 from pronghorn.loading.share import SharedLoading
@@ -41,6 +43,11 @@ class Skeleton:
         self.expected: dict[str, Tensor] = {
             name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied_names(model)
         }
+        for pattern, kept in model._get_dtype_plan(dtype).items():  # what stays in float32, as transformers names it
+            found = [name for name in self.expected if re.search(pattern.replace("*", ".*"), name)]
+            self.expected |= {name: self.expected[name].to(kept) for name in found}
+        self.names: Names
+        self.parts: dict[str, Part] = {}
         self._quantizer: Any = None
         if asked is None:
             return
@@ -51,49 +58,58 @@ class Skeleton:
         self._quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None)
         self._operation = self._quantizer.get_quantize_ops()
 
+    def why_not(self, names: list[str]) -> str | None:
+        """Return why transformers' `from_pretrained` loads a checkpoint of these tensors, or None: the house's loader
+        does.
+
+        Weights that are joined from several tensors in other ways than experts are, and tied weights that lie in the
+        files all the same, follow rules that are transformers' own.
+        """
+        model, tied = self.model, tied_names(self.model)
+        self.names = Names(model, self.expected)
+        parts = parts_of(self.names, names, self.expected)
+        self.parts = parts or {}
+        unknown = {new for name in names if name not in self.parts and (new := self.names.of(name)) not in tied}
+        unknown -= self.expected.keys()
+        apart = self.names.joins and any(not is_left_out(model, model.config, name) for name in unknown)
+        if parts is None or apart:
+            return "the checkpoint has parts of weights, which transformers joins"
+        if any(self.names.of(name) in tied for name in names):
+            return "the checkpoint holds tied weights twice"
+        return None
+
     def fill(self, source: Any, share: SharedLoading | None = None) -> Any:
-        """Read all weights, quantise them if asked, and return the model (`skeleton.fill`)."""
-        model, tied, quantizer = self.model, tied_names(self.model), self._quantizer
+        """Read all weights of the checkpoint that `why_not` was asked about, join and quantise them if there is reason
+        to, and return the model (`skeleton.fill`)."""
+        model, tied, quantizer, parts = self.model, tied_names(self.model), self._quantizer, self.parts
         quantised = {name for name in self.expected if quantizer and quantizer.param_needs_quantization(model, name)}
+        owners = {name: part.weight for name, part in parts.items()}
+        whole = {name: tensor for name, tensor in self.expected.items() if name not in set(owners.values())}
+        joining = Joining(parts, self.expected)
 
         def rename(name: str) -> str | None:
-            left_out = name not in self.expected and is_left_out(model, model.config, name)
+            left_out = name not in expected and is_left_out(model, model.config, name)
             return None if name in tied or left_out else name
 
-        def quantise(name: str, tensor: Tensor) -> Tensor:
-            if name not in quantised:
-                return tensor
-            made: Tensor = self._operation.convert({name: [tensor]}, full_layer_name=name, model=model)[name]
-            return made
+        def made(name: str, tensor: Tensor) -> Tensor | None:
+            """Quantise a weight that is complete."""
+            joined = joining.add(name, tensor)
+            if joined is None or joined[0] not in quantised:
+                return joined and joined[1]
+            weight, tensor = joined
+            result: Tensor = self._operation.convert({weight: [tensor]}, full_layer_name=weight, model=model)[weight]
+            return result
 
-        renamed = (replace(stored, name=_renamed(model, stored.name, self.expected)) for stored in source)
-        fill(model, renamed, self.expected, self.device, share, rename=rename, transform=quantise)
+        expected = whole | {name: self.expected[part.weight][0, : part.rows] for name, part in parts.items()}
+        renamed = (
+            replace(stored, name=stored.name if stored.name in parts else self.names.of(stored.name))
+            for stored in source
+        )
+        fill(model, renamed, expected, self.device, share, rename=rename, transform=made, owners=owners)
         if quantizer is not None:
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)
         return model.eval()
-
-
-def why_not(skeleton: Skeleton, folder: Path, composite: Composite | None) -> str | None:
-    """Return why transformers' `from_pretrained` loads a checkpoint, or None: the house's loader does.
-
-    Files of which one weight of the model is joined from several tensors, weights that stay in float32 in a 16-bit
-    model, and tied weights that lie in the files all the same follow rules that are transformers' own.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
-
-    model, tied = skeleton.model, tied_names(skeleton.model)
-    names = [stored.name for stored in language_source(folder, composite)]
-    rules = [rule for rule in get_model_conversion_mapping(model) if not isinstance(rule, WeightRenaming)]
-    joined = {_renamed(model, name, skeleton.expected) for name in names} - skeleton.expected.keys() - tied
-    if rules and any(not is_left_out(model, model.config, name) for name in joined):
-        return "the checkpoint's experts or linears are apart, and transformers joins them"
-    if model._get_dtype_plan(skeleton.dtype):
-        return "some of its weights stay in float32"
-    if any(_renamed(model, name, skeleton.expected) in tied for name in names):
-        return "the checkpoint holds tied weights twice"
-    return None
 
 
 def load_one_by_one(
@@ -126,7 +142,7 @@ def load_one_by_one(
     plain._name_or_path = str(name)
     try:
         skeleton = Skeleton(plain, asked, dtype, device, attention)
-        reason = why_not(skeleton, folder, composite)
+        reason = skeleton.why_not([stored.name for stored in language_source(folder, composite)])
     except PronghornError:
         raise
     except NOT_LOADED as error:  # a strange configuration, or names that are transformers' own and have changed
@@ -137,15 +153,3 @@ def load_one_by_one(
     model.name_or_path = str(name)
     read_generation_config(model, folder)
     return model, ""
-
-
-def _renamed(model: Any, name: str, expected: dict[str, Tensor]) -> str:
-    """Return the model's name of a file's tensor, by transformers' rules."""
-    if name in expected:
-        return name
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    new: str = rename_source_key(name, renamings, [], model.base_model_prefix, expected)[0]
-    return new

@@ -25,11 +25,19 @@ def without_weights(config: Any, dtype: torch.dtype, attention: str | None) -> A
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    with torch.no_grad():
-        for module in model.modules():
-            if module._buffers.keys() & module._non_persistent_buffers_set:
-                model._init_weights(module)  # once more, in float32, as from_pretrained does: GPT-J's positions
+    _make_buffers_again(model, model)
     return model
+
+
+@torch.no_grad()
+def _make_buffers_again(module: Any, owner: Any) -> None:
+    """Make buffers that no file holds in float32, as `from_pretrained` does: GPT-J's positions, for instance."""
+    from transformers import PreTrainedModel
+
+    for child in module.children():
+        _make_buffers_again(child, child if isinstance(child, PreTrainedModel) else owner)
+    if module._buffers.keys() & module._non_persistent_buffers_set:
+        owner._init_weights(module)
 
 
 def tied_names(model: Any) -> set[str]:

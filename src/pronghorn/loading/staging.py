@@ -24,6 +24,8 @@ PART = 2**20
 class Staging:
     """Two pinned buffers: while one is copied to the device, several threads read the file into the other.
 
+    A buffer holds what lies in the file from a tensor on, so that small tensors which follow are in it already.
+
     A copy straight from a mapped file takes four times as long: one thread fills the driver's own buffer. Torch's
     threads are no help, because all wait while the system maps a page.
 
@@ -33,16 +35,19 @@ class Staging:
     Args:
         device: a CUDA device; to another, tensors are copied straight.
         size: bytes of each buffer, a multiple of 8.
+        staged: whether buffers are used; None for a CUDA device alone.
     """
 
-    def __init__(self, device: torch.device, size: int = BYTES) -> None:
+    def __init__(self, device: torch.device, size: int = BYTES, staged: bool | None = None) -> None:
         self._device, self._size = device, size
-        self._copied: list[torch.cuda.Event | None] = [None, None]
-        self._turn = 0
-        self._buffers: list[Tensor] = []
+        on_cuda = device.type == "cuda"
+        self._staged = on_cuda if staged is None else staged
+        self._copied: list[torch.cuda.Event | None] = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
+        self._turn, self._file, self._start, self._stop = 0, Path(), 0, 0
         self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "pronghorn-load")
-        if device.type == "cuda":
-            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers: list[Tensor] = []
+        if self._staged:
+            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2)]
 
     def __enter__(self) -> Staging:
         return self
@@ -58,35 +63,52 @@ class Staging:
             DataError: the file can't be read, or ends before the tensor does.
         """
         where = stored.rows
-        if not self._buffers or not isinstance(where, InFile):
+        if not self._staged or not isinstance(where, InFile):
             tensor = stored.read()
             return tensor.to(self._device, dtype, copy=tensor.device.type == "cpu")
         result = torch.empty(stored.shape, dtype=dtype, device=self._device)
         target, size = result.view(-1), stored.dtype.itemsize
-        count = self._size // size
-        for start in range(0, target.numel(), count):
-            part = target[start : start + count]
-            read = self._next_buffer()[: part.numel() * size]
-            self._fill(read, where.file, where.offset + start * size)
-            values = read.view(stored.dtype)
+        done = 0
+        while done < target.numel():
+            values = self._bytes(where.file, where.offset + done * size, size).view(stored.dtype)
+            part = target[done : done + len(values)]
+            values = values[: len(part)]
             if stored.dtype != dtype:
                 values = values.to(self._device, non_blocking=True)  # and converted there
             part.copy_(values, non_blocking=True)
-            self._is_copied()
+            done += len(part)
+        event = self._copied[self._turn]
+        if event is not None:
+            event.record(torch.cuda.current_stream(self._device))
         return result
 
-    def _next_buffer(self) -> Tensor:
-        """Return the buffer whose turn it is, once the copy from it has ended."""
+    def _bytes(self, file: Path, position: int, size: int) -> Tensor:
+        """Return a buffer's bytes from that position of the file on, a multiple of `size`; read them unless they are
+        there."""
+        has = file == self._file and self._start <= position and position + size <= self._stop
+        if not has or (position - self._start) % size:
+            self._next(file, position, size)
+        length = (self._stop - position) // size * size
+        return self._buffers[self._turn][position - self._start :][:length]
+
+    def _next(self, file: Path, position: int, least: int) -> None:
+        """Fill the other buffer from that position on, once the copies from it have ended."""
+        event = self._copied[self._turn]
+        if event is not None:
+            event.record(torch.cuda.current_stream(self._device))
+        self._turn = 1 - self._turn
         event = self._copied[self._turn]
         if event is not None:
             event.synchronize()
-        return self._buffers[self._turn]
-
-    def _is_copied(self) -> None:
-        """Mark where the copy from the buffer ends, and go on to the other."""
-        event = self._copied[self._turn] = self._copied[self._turn] or torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        self._turn = 1 - self._turn
+        self._file, self._start, self._stop = file, position, position
+        try:
+            length = min(self._size, file.stat().st_size - position)
+            if length < least:
+                raise DataError(f"{file} ended while it was read", "copy or download it again")
+            self._fill(self._buffers[self._turn][:length], file, position)
+        except OSError as error:
+            raise DataError(f"{file} can't be read ({error})", "copy or download it again") from error
+        self._stop = position + length
 
     def _fill(self, buffer: Tensor, file: Path, offset: int) -> None:
         """Read a file's bytes from the offset on until the buffer is full."""
@@ -100,13 +122,10 @@ class Staging:
 
 def _read(view: Any, file: Path, offset: int) -> None:
     """Read a file's bytes from the offset on until the memory is full."""
-    try:
-        with file.open("rb", buffering=0) as opened:
-            opened.seek(offset)
-            while len(view):
-                count = opened.readinto(view)
-                if not count:
-                    raise DataError(f"{file} ended while it was read", "copy or download it again")
-                view = view[count:]
-    except OSError as error:
-        raise DataError(f"{file} can't be read ({error})", "copy or download it again") from error
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(offset)
+        while len(view):
+            count = opened.readinto(view)
+            if not count:
+                raise DataError(f"{file} ended while it was read", "copy or download it again")
+            view = view[count:]
