@@ -18,6 +18,7 @@ from pronghorn.models.attach import attached
 from pronghorn.models.families import balances_experts, base_causal_lm
 from pronghorn.parallel.state import refuse_sharded
 from pronghorn.train import padding_free, validate
+from pronghorn.train.check_dataset import check_dataset
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.shared_layers import SharedLayersTrainer
@@ -47,9 +48,8 @@ class EvaluatingTrainer(SharedLayersTrainer):
                 rows = self.eval_dataset[rows]
             raw = hasattr(rows, "column_names") and not isinstance(rows, (PackedRows, dict))  # a DatasetDict has them
             if self._packs_eval and raw:  # given to this call
-                validate.check_dataset(
-                    "eval_dataset", rows, True, self.args, {"processing_class": self.processing_class}
-                )
+                given = {"processing_class": self.processing_class}
+                check_dataset("eval_dataset", rows, True, self.args, given, self.model)
                 formatting = getattr(self, "_formatting_func", None)
                 rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
             if not isinstance(rows, PackedRows):
