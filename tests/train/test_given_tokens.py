@@ -38,7 +38,6 @@ GOOD = {"input_ids": [1, 5, 6], "labels": [-100, 5, 6], "attention_mask": [1, 1,
 def test_what_no_kernel_should_meet_is_refused(
     stories: Path, tmp_path: Path, row: dict[str, Any], told: str, packing: bool
 ) -> None:
-    """The loss of a label that is none would be read beside the logits, on a GPU without an error."""
     model, tokenizer = adapted(stories)
     rows = Dataset.from_list([*[{name: GOOD[name] for name in row}] * 1200, row])
     number = 1 if "double" in told else 1201  # the whole column is

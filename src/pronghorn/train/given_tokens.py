@@ -15,8 +15,8 @@ from pronghorn.models.families import base_causal_lm
 
 
 def check_given(name: str, given: Any, tokenizer: Any, model: Any) -> None:
-    """Refuse documents that came tokenised whose tokens or labels aren't the model's (a kernel would read beside its
-    logits), and padding in them that would be trained or seen. Those of a stream are not looked at.
+    """Refuse documents that came tokenised whose tokens or labels aren't the model's (the loss would be NaN), and
+    padding in them that would be trained or seen. Those of a stream are not looked at.
 
     Args:
         tokenizer: the trainer's, or None. Where it has tokens that the model lacks, `validate.check_ids` names them.
