@@ -82,3 +82,26 @@ def test_a_transform_that_would_be_left_out_is_refused(stories: Path, tmp_path: 
     for rows in (masked, Dataset.from_list([{"text": "One day"}]).with_transform(lambda rows: rows)):
         with pytest.raises(DataError, match="has a transform"):
             SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=rows, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_is_given_to_evaluate_is_looked_at(stories: Path, tmp_path: Path, packing: bool) -> None:
+    model, tokenizer = adapted(stories)
+    rows = Dataset.from_list([{"text": "One day a cat sat."}] * 2)
+    trainer = SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=rows, tokenizer=tokenizer)
+    for wrong, told in (
+        (rows.select([]), "eval_dataset is empty"),
+        (Dataset.from_list([{"input_ids": [1, 9000]}]), "eval_dataset row 1: input_ids holds 9,000"),
+        (Dataset.from_list([{"chosen": "a", "rejected": "b"}]), "eval_dataset has preference pairs"),
+    ):
+        with pytest.raises(DataError, match=told):
+            trainer.evaluate(wrong)
+    assert trainer.evaluate(rows)["eval_loss"] > 0
+    trainer = SFTTrainer(
+        model,
+        config(tmp_path, packing=packing),
+        train_dataset=Dataset.from_list([{"tale": "One day a cat sat."}] * 2),
+        tokenizer=tokenizer,
+        formatting_func=lambda row: row["tale"],
+    )
+    assert trainer.evaluate(Dataset.from_list([{"tale": "A dog ran."}]))["eval_loss"] > 0
