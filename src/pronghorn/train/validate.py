@@ -147,8 +147,8 @@ def check_trains(model: Any) -> None:
 
 def check_documents(name: str, documents: Any, most: int) -> None:
     """Refuse a data set of which TRL kept nothing: it drops documents without a label within `max_length`; streamed
-    ones have no length."""
-    if hasattr(documents, "__len__") and len(documents) == 0:
+    ones have no length. Of one token nothing is trained: none comes before it."""
+    if most == 1 or (hasattr(documents, "__len__") and len(documents) == 0):
         raise DataError(
             f"no document of the {name} data set has a token to train among its first {most}",
             "raise max_length, or shorten the prompts",
