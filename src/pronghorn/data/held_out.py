@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from pronghorn.errors import DataError
@@ -65,5 +65,8 @@ def _hashed(documents: Any, seed: int) -> Iterator[tuple[int, str]]:
     import xxhash
 
     for table in documents.select_columns(["input_ids", "source"]).with_format("arrow").iter(batch_size=10_000):
-        hashes = (xxhash.xxh3_64_intdigest(ids.values.to_numpy().tobytes(), seed) for ids in table["input_ids"])
+        hashes = list[int]()
+        for lists in table["input_ids"].chunks:
+            tokens, bounds = memoryview(lists.values.to_numpy()), lists.offsets.to_pylist()
+            hashes += [xxhash.xxh3_64_intdigest(tokens[begin:end], seed) for begin, end in pairwise(bounds)]
         yield from zip(hashes, table["source"].to_pylist(), strict=True)
