@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 from transformers import AutoTokenizer
 
-from pronghorn.config.recipe import Data, Source
+from pronghorn.config.recipe import Data, Recipe, Source
 from pronghorn.data.cache import documents
 from pronghorn.errors import DataError
+from pronghorn.train.documents import prepare
 from support.templates import with_template
 
 
@@ -109,3 +111,22 @@ def test_what_leaves_nothing_is_refused(files: Path, stories: Path) -> None:
     for share in ("0%", "100%", "0"):
         with pytest.raises(ValidationError):
             Data(train=files / "a.jsonl", eval=share)
+
+
+@pytest.mark.parametrize(("copied", "told"), [(40, "40 of 40 documents"), (3, "3 of 40 documents"), (0, None)])
+def test_a_file_to_evaluate_on_that_holds_what_is_trained_is_told_of(
+    files: Path, stories: Path, copied: int, told: str | None
+) -> None:
+    rows = [row(number, "" if number < copied else "!") for number in range(40)]
+    (files / "held.jsonl").write_text("\n".join(rows))
+    table: dict[str, Any] = {
+        "model": {"name": str(stories), "max_seq_length": 128},
+        "data": {"train": files / "a.jsonl", "eval": files / "held.jsonl", "cache": files / "cache"},
+        "train": {"output": files / "run"},
+    }
+    recipe, tokenizer = Recipe.model_validate(table), AutoTokenizer.from_pretrained(stories)
+    console = Console(record=True, width=200, quiet=False)
+    prepare(recipe, "eval", tokenizer, console, prepare(recipe, "train", tokenizer, console))
+    said = console.export_text()
+    assert (f"data.eval: {told} are trained, too: their loss says nothing of new data" in said) is bool(told)
+    assert ("are trained" in said) is bool(told)

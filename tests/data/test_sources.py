@@ -100,6 +100,17 @@ BAD_FILES: dict[str, tuple[str, bytes, str]] = {
         b'{"text": "a"}\n\n{"text": "b"}\n',
         "t.txt line 1: a JSON object, not text: rename",
     ),
+    "csv with backslashes before quotes": (
+        "t.csv",
+        b'prompt,completion\na,b\n"say \\"hi\\"",c\n',
+        "t.csv line 3: a quoted value that goes on behind its closing quote, .* twice",
+    ),
+    "csv with a quote that is left open": (
+        "t.csv",
+        b'prompt,completion\na,"b\nc,d\ne,f\n',
+        "t.csv line 2: .* never closed",
+    ),
+    "csv that ends in a quote": ("t.csv", b'\xef\xbb\xbf"text"\r\n"a\r\nb"\r\n"c', "t.csv line 4: .* never closed"),
     "csv by semicolons": ("t.csv", b"prompt;completion\na;b\n", "t.csv: a header without a comma, .* by ';': save"),
     "csv by semicolons, with commas": ("t.csv", b'\xef\xbb\xbf"prompt";"completion"\na, b;c\n', "delimited by ';'"),
     "csv by tabs": ("t.csv", b"prompt\tcompletion\na, b\tc\n", "delimited by tabs"),

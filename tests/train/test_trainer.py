@@ -1410,6 +1410,9 @@ def test_data_that_truncation_leaves_no_label_are_refused(stories: Path, tmp_pat
         SFTTrainer(model, args, train_dataset=rows[1], tokenizer=tokenizer)
     with pytest.raises(DataError, match="no document of the eval data set"):
         SFTTrainer(model, args, train_dataset=rows[0], eval_dataset=rows[1], tokenizer=tokenizer)
+    args = config(tmp_path, packing=packing, max_length=1)  # a document's first token is never trained
+    with pytest.raises(DataError, match="no document of the train data set has a token to train among its first 1"):
+        SFTTrainer(model, args, train_dataset=Dataset.from_list([{"text": "One day"}] * 3), tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -12,6 +12,8 @@ All but JSON lists are streamed, so they may be larger than memory; a list takes
 """
 
 import json
+import mmap
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -295,6 +297,25 @@ def _is_object(line: str) -> bool:
         return False
 
 
+_CSV = re.compile(rb'(?:(?:"(?:[^"]++|"")*+"[ \t]*+|[^",\r\n][^,\r\n]*+|)(?:,|\r\n|\n|\r|\Z))*+')
+"""Values as CSV has them; the possessive repeats neither go back nor take memory."""
+
+
+def _check_quotes(path: Path) -> None:
+    """Refuse quotes that Arrow leaves out or takes for the rest of the file: of a value that is never closed, or goes
+    on behind its closing quote (Spark and MySQL write quotes inside values as \\")."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
+        begin = 3 if text[:3] == b"\xef\xbb\xbf" else 0
+        found = _CSV.match(text, begin)
+        end = found.end() if found else begin
+        if end < len(text):
+            line = text[:end].count(b"\n") + 1
+            raise DataError(
+                f"{path} line {line}: a quoted value that goes on behind its closing quote, or is never closed",
+                'write quotes inside values twice (""), as pandas\' to_csv does',
+            )
+
+
 def _csv(path: Path) -> Values:
     import pyarrow
     from pyarrow import csv
@@ -311,6 +332,7 @@ def _csv(path: Path) -> Values:
             + ("tabs" if delimiter == "\t" else repr(delimiter)),
             "save it with commas between the values",
         )
+    _check_quotes(path)
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
     parse = csv.ParseOptions(newlines_in_values=True)
     try:

@@ -7,7 +7,8 @@ several documents too, and rows that are added later don't move the others.
 from __future__ import annotations
 
 import re
-from itertools import groupby
+from collections.abc import Iterator
+from itertools import groupby, pairwise
 from typing import Any
 
 from pronghorn.errors import DataError
@@ -43,15 +44,29 @@ def held_out(sets: list[Any], share: str, seed: int, eval: bool) -> list[Any]:
     return [documents.select(rows) for documents, rows in zip(sets, chosen, strict=True)]
 
 
+def also_in(documents: Any, others: Any) -> int:
+    """Return how many documents have the very tokens of one of the `others`."""
+    own = [rank for rank, _ in _hashed(documents, 0)]
+    wanted = set(own)
+    found = {rank for rank, _ in _hashed(others, 0) if rank in wanted}
+    return sum(rank in found for rank in own)
+
+
 def _ranked(documents: Any, seed: int) -> list[tuple[int, list[int]]]:
     """Return the place that each conversation's tokens give it in the order of this seed, and its documents."""
-    import xxhash
-
-    hashes: list[int] = []
-    sources: list[str] = []
-    for table in documents.select_columns(["input_ids", "source"]).with_format("arrow").iter(batch_size=10_000):
-        hashes += [xxhash.xxh3_64_intdigest(ids.values.to_numpy().tobytes(), seed) for ids in table["input_ids"]]
-        sources += table["source"].to_pylist()
+    hashes, sources = zip(*_hashed(documents, seed), strict=True) if len(documents) else ((), ())
     conversations = groupby(range(len(sources)), lambda row: _PIECE.sub("", sources[row]))
     groups = [list(rows) for _, rows in conversations]
     return [(hashes[rows[0]], rows) for rows in groups]
+
+
+def _hashed(documents: Any, seed: int) -> Iterator[tuple[int, str]]:
+    """Yield the hash of each document's tokens, and where it was read."""
+    import xxhash
+
+    for table in documents.select_columns(["input_ids", "source"]).with_format("arrow").iter(batch_size=10_000):
+        hashes = list[int]()
+        for lists in table["input_ids"].chunks:
+            tokens, bounds = memoryview(lists.values.to_numpy()), lists.offsets.to_pylist()
+            hashes += [xxhash.xxh3_64_intdigest(tokens[begin:end], seed) for begin, end in pairwise(bounds)]
+        yield from zip(hashes, table["source"].to_pylist(), strict=True)

@@ -10,6 +10,7 @@ from rich.console import Console
 from pronghorn.config.recipe import Recipe
 from pronghorn.config.sections import CHANGES_BASE
 from pronghorn.data.cache import Prepared, documents
+from pronghorn.data.held_out import also_in
 from pronghorn.data.overflow import MUCH, lost_documents
 from pronghorn.data.template import find_template
 from pronghorn.errors import ConfigError
@@ -65,13 +66,25 @@ def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:
     return tokenizer
 
 
-def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, console: Console) -> Prepared:
-    """Tokenise `data.train` or `data.eval`, and print what happened to the rows; raises as `data.cache.documents`."""
+def prepare(
+    recipe: Recipe,
+    split: Literal["train", "eval"],
+    tokenizer: Any,
+    console: Console,
+    trained: Prepared | None = None,
+) -> Prepared:
+    """Tokenise `data.train` or `data.eval`, and print what happened to the rows, and how many to evaluate on are among
+    the `trained`; raises as `data.cache.documents`."""
     with RowsProgress(console) as progress:
         prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.data_seed, progress)
     if split == "eval" and (again := _trained_too(recipe)) is not None:
         told = f"data.eval: {again} is trained, too: its loss says nothing of new data (data.eval: 5% holds some out)"
         console.print(told, style="yellow", markup=False)
+    elif trained is not None and recipe.data.held_out is None:
+        seen, all_ = also_in(prepared.whole, trained.whole), len(prepared.whole)
+        if seen > MUCH * all_:
+            told = f"{seen:,} of {counted(all_, 'document')} are trained, too: their loss says nothing of new data"
+            console.print(f"data.eval: {told}", style="yellow", markup=False)
     for count in prepared.counts:
         left_out = f", {count.dropped:,} dropped" if count.dropped else ""
         console.print(

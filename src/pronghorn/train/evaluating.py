@@ -18,6 +18,7 @@ from pronghorn.models.attach import attached
 from pronghorn.models.families import balances_experts, base_causal_lm
 from pronghorn.parallel.state import refuse_sharded
 from pronghorn.train import padding_free, validate
+from pronghorn.train.check_dataset import check_dataset
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.shared_layers import SharedLayersTrainer
@@ -46,11 +47,11 @@ class EvaluatingTrainer(SharedLayersTrainer):
             if isinstance(rows, str) and isinstance(self.eval_dataset, dict):
                 rows = self.eval_dataset[rows]
             raw = hasattr(rows, "column_names") and not isinstance(rows, (PackedRows, dict))  # a DatasetDict has them
-            if self._packs_eval and raw:  # given to this call
-                validate.check_dataset(
-                    "eval_dataset", rows, True, self.args, {"processing_class": self.processing_class}
-                )
-                formatting = getattr(self, "_formatting_func", None)
+            formatting = getattr(self, "_formatting_func", None)
+            if raw and rows is not self.eval_dataset and not isinstance(eval_dataset, str):  # given to this call
+                given = {"processing_class": self.processing_class, "formatting_func": formatting}
+                check_dataset("eval_dataset", rows, self._packs_eval, self.args, given, self.model)
+            if self._packs_eval and raw:
                 rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
             if not isinstance(rows, PackedRows):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

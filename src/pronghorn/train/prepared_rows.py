@@ -60,7 +60,8 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
     if formatting is not None:
         workers = {"num_proc": args.dataset_num_proc} if isinstance(given, Dataset) else {}
         unread = sorted(columns & {*_TURNS, "conversations"} - {text})
-        return given.map(_formatted, fn_kwargs={"function": formatting, "to": text}, remove_columns=unread, **workers)
+        how = {"function": formatting, "to": text, "name": name}
+        return given.map(_formatted, with_indices=True, fn_kwargs=how, remove_columns=unread, **workers)
     formats = [names for names in (("prompt", "completion"), ("messages",), (text,)) if columns.issuperset(names)]
     if not formats:
         return given
@@ -76,8 +77,13 @@ def readable(name: str, given: Any, formatting: Callable[[Any], str] | None, arg
     return given.remove_columns(unread) if unread else given
 
 
-def _formatted(row: dict[str, Any], function: Callable[[Any], str], to: str) -> dict[str, str]:
-    return {to: function(row)}
+def _formatted(row: dict[str, Any], index: int, function: Callable[[Any], Any], to: str, name: str) -> dict[str, str]:
+    if not isinstance(text := function(row), str):
+        raise DataError(
+            f"{name} row {index + 1}: formatting_func returns a {type(text).__name__}, and TRL reads a text",
+            "return the row's text, or leave such rows out by dataset.filter",
+        )
+    return {to: text}
 
 
 def check_unpacked(name: str, row: dict[str, Any], packing: bool) -> None:

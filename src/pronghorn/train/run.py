@@ -158,7 +158,7 @@ def _build(
     heldout = None
     alone = not recipe.packing.enabled and source.is_generic  # nothing proves then that packed documents don't mix
     if recipe.data.eval is not None:
-        eval_documents = prepare(recipe, "eval", tokenizer, console)
+        eval_documents = prepare(recipe, "eval", tokenizer, console, documents)
         check_data(state, "eval", eval_documents.key, allow)
         heldout = PackedRows(eval_documents.dataset, recipe.model.max_seq_length, alone=alone).first(
             recipe.data.eval_rows

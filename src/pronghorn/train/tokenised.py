@@ -52,6 +52,8 @@ def _settings(trainer: Any, rows: Any, tokenizer: Any, args: Any) -> dict[str, A
         return None
     if not getattr(tokenizer, "is_fast", False) or tokenizer.eos_token is None or args.assistant_only_loss:
         return None
+    if args.shuffle_dataset:  # the order of which the first rows can't tell
+        return None
     formats = (["prompt", "completion"], ["messages"], [args.dataset_text_field])
     read, *others = [names for names in formats if set(rows.column_names).issuperset(names)] or [[]]
     if not read or others or UNKNOWN & set(rows.column_names):

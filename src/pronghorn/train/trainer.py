@@ -34,6 +34,7 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.optimizers import place_again
 from pronghorn.parallel.sharded import sharded, whole_trained
 from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_model, prepared_rows, validate
+from pronghorn.train.check_dataset import check_dataset
 from pronghorn.train.counters import StepCounters, is_spare
 from pronghorn.train.evaluating import EvaluatingTrainer
 from pronghorn.train.gradients import GradientWatch
@@ -92,7 +93,7 @@ class SFTTrainer(EvaluatingTrainer):
         evaluated = kwargs.get("eval_dataset")
         settle_loading(args, self._packs_train, None if evaluated is None else self._packs_eval, evaluated)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
-            validate.check_dataset(name, kwargs.get(name), packs, args, kwargs)
+            check_dataset(name, kwargs.get(name), packs, args, kwargs, model)
         if kwargs.get("formatting_func") is None:  # which may read them; TRL's constructor looks at the columns, too
             kwargs["train_dataset"] = prepared_rows.readable("train_dataset", kwargs["train_dataset"], None, args)
         if args.packing or args.eval_packing:
