@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.adapter_files import CONVERTED, begins_by_chance
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.auto_plan import How, resolve, smaller_plan
+from pronghorn.text import counted, does
 from pronghorn.train.oom_retry import tighten
+from pronghorn.train.saved_adapters import trained_beside
 
 
 def attached_on_its_device(model: Any, args: Any) -> Handle:
@@ -92,13 +94,28 @@ def unround_adapters(model: Any, trained: Mapping[Any, Tensor], quantised: bool)
             parameter.data = parameter.data.float()
 
 
-def told_of_saving(model: Any) -> str | None:
-    """Say what to know before a model's adapter is saved, or None."""
+def told_of_saving(model: Any) -> Iterator[str]:
+    """Yield what to know before a model's adapter is saved."""
     configs = getattr(model, "peft_config", {}).values()
     init = next((init for c in configs if (init := begins_by_chance(getattr(c, "init_lora_weights", None)))), None)
-    if init is None:
-        return None
-    return f"init_lora_weights = {init!r}: what save_pretrained leaves fits this base in memory alone; {CONVERTED}"
+    if init is not None:
+        yield f"init_lora_weights = {init!r}: what save_pretrained leaves fits this base in memory alone; {CONVERTED}"
+    if beside := trained_beside(model):
+        yield (
+            f"{counted(len(beside), 'weight')} of the base {does(len(beside), 'are')} trained beside the adapter "
+            f"({beside[0]} ...): checkpoints and save_pretrained leave them out. Name their modules in "
+            "modules_to_save, which PEFT saves, or merge in the end (save_pretrained_merged)"
+        )
+
+
+def check_best(model: Any, args: Any) -> None:
+    """Refuse to end with the best checkpoint (ConfigError) where checkpoints hold a part of what is trained."""
+    if args.load_best_model_at_end and (beside := trained_beside(model)):
+        raise ConfigError(
+            f"load_best_model_at_end, and checkpoints lack {counted(len(beside), 'weight')} of the base that "
+            f"{does(len(beside), 'are')} trained beside the adapter ({beside[0]} ...)",
+            "name their modules in modules_to_save, which PEFT saves, freeze them, or leave load_best_model_at_end out",
+        )
 
 
 class TighterPlans:
