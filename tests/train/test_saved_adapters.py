@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pronghorn import SFTTrainer
 from pronghorn.errors import ConfigError, DataError
+from pronghorn.models.lora import cast_adapters
 from pronghorn.train.saved_adapters import trained_beside
 from support.trainers import LINEARS, config
 
@@ -55,6 +56,12 @@ def by_transformers(base: Any) -> Any:
     return base
 
 
+def in_bfloat16(base: Any) -> Any:
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=LINEARS))
+    cast_adapters(model, torch.bfloat16)
+    return model
+
+
 def trainer(stories: Path, folder: Path, adapt: Callable[[Any], Any], **args: Any) -> Any:
     base = AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
     with torch.random.fork_rng():
@@ -69,6 +76,12 @@ def adapters(of: Any) -> dict[str, torch.Tensor]:
     return {name: each.detach().clone() for name, each in of.model.named_parameters() if ".lora_" in name}
 
 
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, each in expected.items():
+        assert found[name].dtype is each.dtype
+        assert torch.equal(found[name], each), name
+
+
 def trained(of: Any) -> list[str]:
     return [name for name, each in of.model.named_parameters() if each.requires_grad]
 
@@ -79,7 +92,7 @@ def norms_beside(base: Any) -> Any:
     return model
 
 
-WAYS = [one_of_another_name, second_of_two, two_at_once, by_transformers]
+WAYS = [one_of_another_name, second_of_two, two_at_once, by_transformers, in_bfloat16]
 
 
 @pytest.mark.parametrize("adapt", WAYS)
@@ -90,8 +103,7 @@ def test_a_resumed_training_goes_on_with_its_adapters(
     straight.train()
     active, asked = resumed.model.active_adapters, trained(resumed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    expected = adapters(straight)
-    assert all(torch.equal(each, expected[name]) for name, each in adapters(resumed).items())
+    assert_same(adapters(resumed), adapters(straight))
     assert (resumed.model.active_adapters, trained(resumed)) == (active, asked)
 
 
@@ -106,8 +118,7 @@ def test_the_best_checkpoint_s_adapters_are_kept(
     assert first.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     half = trainer(stories, tmp_path / "half", adapt, max_steps=2)
     half.train()
-    expected = adapters(half)
-    assert all(torch.equal(each, expected[name]) for name, each in adapters(first).items())
+    assert_same(adapters(first), adapters(half))
 
 
 def test_a_checkpoint_without_an_adapter_of_the_model_is_refused(stories: Path, tmp_path: Path) -> None:
