@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import AutocastKwargs
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from pronghorn.device import processes
@@ -108,8 +110,35 @@ def told_of_saving(model: Any) -> Iterator[str]:
         )
 
 
-def check_best(model: Any, args: Any) -> None:
-    """Refuse to end with the best checkpoint (ConfigError) where checkpoints hold a part of what is trained."""
+def check_trains(model: Any, args: Any) -> None:
+    """Refuse to train a model of which no weight is trained, adapters that take no part, adapters that came into the
+    model after its trainer was made, which would save no adapter, and to end with the best checkpoint where checkpoints
+    hold a part of what is trained."""
+    adapted = isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False)
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if any(layer.merged for layer in layers):
+        raise ConfigError(
+            "the adapter is merged into the model's weights (merge_adapter), where nothing trains it",
+            "call model.unmerge_adapter() first",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        if layers and all(layer.disable_adapters for layer in layers):
+            raise ConfigError(
+                "no weight of the model is trained: its adapters are switched off (disable_adapter_layers)",
+                "call model.base_model.enable_adapter_layers() first",
+            )
+        if adapted:
+            raise ConfigError(
+                "no weight of the model is trained: its adapter is frozen, as PEFT loads it",
+                "load it by FastLanguageModel.from_pretrained(FOLDER), or by PEFT with is_trainable=True",
+            )
+        raise ConfigError(
+            "no weight of the model is trained",
+            "add adapters by FastLanguageModel.get_peft_model (merge_and_unload takes them away), or load the model "
+            "with full_finetuning=True",
+        )
+    if not adapted and any(".lora_" in name for name, _ in model.named_parameters()):
+        raise ConfigError("adapters were added after the trainer was made", "call get_peft_model before SFTTrainer")
     if args.load_best_model_at_end and (beside := trained_beside(model)):
         raise ConfigError(
             f"load_best_model_at_end, and checkpoints lack {counted(len(beside), 'weight')} of the base that "
