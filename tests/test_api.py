@@ -426,6 +426,25 @@ def test_a_saved_adapter_loads_and_trains_on(stories: Path, tmp_path: Path) -> N
     assert train(again) == train(model)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Shira", {"r": 4}),
+        ("Frod", {}),
+        ("VBLoRA", {"r": 4, "num_vectors": 16, "vector_length": 8, "topk": 2, "save_only_topk_weights": True}),
+    ],
+)
+def test_a_saved_adapter_with_integers_loads(stories: Path, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    made = getattr(peft, f"{kind}Config", None)
+    if made is None:
+        pytest.skip(f"this PEFT has no {kind}")
+    config = made(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(load(stories)[0], config)
+    train(model)
+    model.save_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(load(tmp_path / "adapter")[0]), logits(model), rtol=1e-4, atol=1e-4)
+
+
 def test_a_saved_adapter_is_not_fine_tuned_in_full(stories: Path, tmp_path: Path) -> None:
     FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError, match=r"full_finetuning, but .*adapter is a saved adapter: merge it first"):

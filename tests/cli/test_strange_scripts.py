@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ def with_template(tokenizer: Any) -> Any:
     return tokenizer
 
 
+def changed(model: Any, method: str, *args: Any) -> Any:
+    """Call a method of a model by its path, and return the model."""
+    operator.attrgetter(method)(model)(*args)
+    return model
+
+
 def adapters_late(model: Path) -> None:
     base, tokenizer = load(model)
     late = trainer(base, processing_class=tokenizer)
@@ -80,6 +87,21 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda m: trainer(loaded_by_peft(m)).train(),
         "its adapter is frozen",
         "is_trainable=True",
+    ),
+    "an adapter that is merged": (
+        lambda m: trainer(changed(lora(m), "merge_adapter")).train(),
+        "merged into the model's weights",
+        "unmerge_adapter()",
+    ),
+    "adapters that are off": (
+        lambda m: trainer(changed(lora(m), "base_model.disable_adapter_layers")).train(),
+        "its adapters are switched off",
+        "enable_adapter_layers()",
+    ),
+    "no adapter left": (
+        lambda m: trainer(changed(lora(m), "delete_adapter", "default")),
+        "the model's adapters were deleted",
+        "model.unload()",
     ),
     "a model to resume from": (
         lambda m: trainer(lora(m)).train(resume_from_checkpoint=str(m)),

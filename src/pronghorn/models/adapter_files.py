@@ -26,6 +26,8 @@ CONVERTED = (
     "adapter as it was saved before training, leaves plain LoRA"
 )
 _INNER = r"(\.(token_adapter|modules_to_save|original_module|base_layer))*"
+_INTEGERS = re.compile(r"_(indices|size)(\.|$)")
+"""In the names of integers that PEFT saves with some kinds: which of a weight's or bank's numbers these are (SHiRA)."""
 _CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 _LONGEST, _MOST = 1_000, 1_000
 """Characters of a pattern; patterns of a field, and copies of layers."""
@@ -142,7 +144,7 @@ def check_adapter_weights(folder: Path, table: dict[str, Any]) -> None:
         )
 
     stored = [*checkpoint(folder / WEIGHTS)] if (folder / WEIGHTS).is_file() else []
-    codes = next((tensor for tensor in stored if tensor.dtype not in PLAIN), None)
+    codes = next((tensor for tensor in stored if not (tensor.dtype in PLAIN or _INTEGERS.search(tensor.name))), None)
     if codes is not None:
         raise DataError(
             f"{folder / WEIGHTS}: {codes.name} is {codes.dtype}, of which nothing says what its numbers mean",

@@ -130,10 +130,21 @@ def longest_tail(config: Any) -> int:
 
 
 def base_causal_lm(model: Any) -> Any:
-    """Return the transformers causal LM inside a PEFT or data-parallel wrapper (or the model itself)."""
+    """Return the transformers causal LM inside a PEFT or data-parallel wrapper (or the model itself).
+
+    Raises:
+        ConfigError: a PEFT model whose adapters were all deleted.
+    """
     if hasattr(model, "module") and not hasattr(model, "config"):
         model = model.module
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+        return model
+    if not model.peft_config:  # PEFT itself fails on such a model
+        raise ConfigError(
+            "the model's adapters were deleted (delete_adapter)",
+            "go on with the base, which model.unload() returns, or add an adapter: model.add_adapter(NAME, CONFIG)",
+        )
+    return model.get_base_model()
 
 
 def head_dims(model: Any) -> list[int]:

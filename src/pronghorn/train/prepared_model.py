@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from accelerate.utils import AutocastKwargs
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from pronghorn.device import processes
@@ -15,7 +17,9 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.adapter_files import CONVERTED, begins_by_chance
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.auto_plan import How, resolve, smaller_plan
+from pronghorn.text import counted, does
 from pronghorn.train.oom_retry import tighten
+from pronghorn.train.saved_adapters import trained_beside
 
 
 def attached_on_its_device(model: Any, args: Any) -> Handle:
@@ -92,13 +96,55 @@ def unround_adapters(model: Any, trained: Mapping[Any, Tensor], quantised: bool)
             parameter.data = parameter.data.float()
 
 
-def told_of_saving(model: Any) -> str | None:
-    """Say what to know before a model's adapter is saved, or None."""
+def told_of_saving(model: Any) -> Iterator[str]:
+    """Yield what to know before a model's adapter is saved."""
     configs = getattr(model, "peft_config", {}).values()
     init = next((init for c in configs if (init := begins_by_chance(getattr(c, "init_lora_weights", None)))), None)
-    if init is None:
-        return None
-    return f"init_lora_weights = {init!r}: what save_pretrained leaves fits this base in memory alone; {CONVERTED}"
+    if init is not None:
+        yield f"init_lora_weights = {init!r}: what save_pretrained leaves fits this base in memory alone; {CONVERTED}"
+    if beside := trained_beside(model):
+        yield (
+            f"{counted(len(beside), 'weight')} of the base {does(len(beside), 'are')} trained beside the adapter "
+            f"({beside[0]} ...): checkpoints and save_pretrained leave them out. Name their modules in "
+            "modules_to_save, which PEFT saves, or merge in the end (save_pretrained_merged)"
+        )
+
+
+def check_trains(model: Any, args: Any) -> None:
+    """Refuse to train a model of which no weight is trained, adapters that take no part, adapters that came into the
+    model after its trainer was made, which would save no adapter, and to end with the best checkpoint where checkpoints
+    hold a part of what is trained."""
+    adapted = isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False)
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if any(layer.merged for layer in layers):
+        raise ConfigError(
+            "the adapter is merged into the model's weights (merge_adapter), where nothing trains it",
+            "call model.unmerge_adapter() first",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        if layers and all(layer.disable_adapters for layer in layers):
+            raise ConfigError(
+                "no weight of the model is trained: its adapters are switched off (disable_adapter_layers)",
+                "call model.base_model.enable_adapter_layers() first",
+            )
+        if adapted:
+            raise ConfigError(
+                "no weight of the model is trained: its adapter is frozen, as PEFT loads it",
+                "load it by FastLanguageModel.from_pretrained(FOLDER), or by PEFT with is_trainable=True",
+            )
+        raise ConfigError(
+            "no weight of the model is trained",
+            "add adapters by FastLanguageModel.get_peft_model (merge_and_unload takes them away), or load the model "
+            "with full_finetuning=True",
+        )
+    if not adapted and any(".lora_" in name for name, _ in model.named_parameters()):
+        raise ConfigError("adapters were added after the trainer was made", "call get_peft_model before SFTTrainer")
+    if args.load_best_model_at_end and (beside := trained_beside(model)):
+        raise ConfigError(
+            f"load_best_model_at_end, and checkpoints lack {counted(len(beside), 'weight')} of the base that "
+            f"{does(len(beside), 'are')} trained beside the adapter ({beside[0]} ...)",
+            "name their modules in modules_to_save, which PEFT saves, freeze them, or leave load_best_model_at_end out",
+        )
 
 
 class TighterPlans:

@@ -23,6 +23,7 @@ from pronghorn.optimizers import ON_PARTS
 from pronghorn.parallel.sharded import ShardedLayers, sharded, whole_trained
 from pronghorn.parallel.state import gathering, load_state
 from pronghorn.parallel.training import Piece
+from pronghorn.train.saved_adapters import load_adapters
 
 _FILE = "shared_optimizer-{}-of-{}.pt"
 
@@ -146,10 +147,12 @@ class SharedLayersTrainer(trl.SFTTrainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load as stock does; what it can't put into place, as experts that are saved apart, goes by our own reader.
-        So does all where stock doesn't say."""
+        """Load as stock does; adapters, and what it can't put into place, as experts that are saved apart, go by our
+        own readers. So does all where stock doesn't say."""
         base = base_causal_lm(self.model)
         if self._shared is None:
+            if hasattr(self.model, "peft_config") and not self.is_fsdp_enabled:
+                return load_adapters(self.model, Path(resume_from_checkpoint))
             self._lacking: set[str] | None = None
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             if hasattr(self.model, "peft_config"):
@@ -163,7 +166,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         self._lacking = set(load_result.missing_keys)
 
     def _load_best_model(self) -> None:
-        if hasattr(self.model, "peft_config"):
+        if hasattr(self.model, "peft_config") and self.is_fsdp_enabled:
             return super()._load_best_model()
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 

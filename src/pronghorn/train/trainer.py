@@ -317,7 +317,7 @@ class SFTTrainer(EvaluatingTrainer):
         ConfigError: of another adapter, configuration or optimiser).
         A step that runs out of memory is repeated (TrainingError: that fails, see docs/out_of_memory.md)."""
         resume_from_checkpoint = checkpoint.named(Path(str(self.args.output_dir)), resume_from_checkpoint)
-        validate.check_trains(self.model)
+        prepared_model.check_trains(self.model, self.args)
         if self._packs_train or self._packs_eval or self.padded is None:
             validate.check_attached(self.model)
         if resume_from_checkpoint is not None:
@@ -325,7 +325,7 @@ class SFTTrainer(EvaluatingTrainer):
             told = checkpoint.other_steps(Path(resume_from_checkpoint), step_rows(self.args))
             if told is not None and self.args.should_log:
                 self.note(told)
-        if self.recipe is None and self.args.should_log and (told := prepared_model.told_of_saving(self.model)):
+        for told in prepared_model.told_of_saving(self.model) if self.recipe is None and self.args.should_log else ():
             self.note(told)
         gathers = sharded(base_causal_lm(self.model)) is not None
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))

@@ -124,27 +124,6 @@ def check_attached(model: Any) -> None:
         )
 
 
-def check_trains(model: Any) -> None:
-    """Refuse to train a model of which no weight is trained, and adapters that came into the model after its trainer
-    was made, which would save no adapter."""
-    adapted = isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        if adapted:
-            raise ConfigError(
-                "no weight of the model is trained: its adapter is frozen, as PEFT loads it",
-                "load it by FastLanguageModel.from_pretrained(FOLDER), or by PEFT with is_trainable=True",
-            )
-        raise ConfigError(
-            "no weight of the model is trained",
-            "add adapters by FastLanguageModel.get_peft_model (merge_and_unload takes them away), or load the model "
-            "with full_finetuning=True",
-        )
-    if adapted:
-        return
-    if any(".lora_" in name for name, _ in model.named_parameters()):
-        raise ConfigError("adapters were added after the trainer was made", "call get_peft_model before SFTTrainer")
-
-
 def check_documents(name: str, documents: Any, most: int) -> None:
     """Refuse a data set of which TRL kept nothing: it drops documents without a label within `max_length`; streamed
     ones have no length. Of one token nothing is trained: none comes before it."""
