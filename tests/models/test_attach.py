@@ -1017,3 +1017,20 @@ def test_models_without_routers_balance_none(layers: list[str]) -> None:
         losses += [model(**packed_row([20], 20), output_router_logits=asked).loss for asked in (False, None, True)]
         assert losses[3] == losses[4] == losses[5]
     assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("kind", ["fused", "experts", "generic"])
+def test_torch_func_is_refused_by_name(kind: str) -> None:
+    """Where layers are transformers' own, it works."""
+    model = generic_model("gpt2") if kind == "generic" else tiny_model("qwen3_moe" if kind == "experts" else "llama")
+    attach(model, layers="fused" if kind == "fused" else "stock")
+    ids = torch.arange(3, 12)[None]
+    trained = {name: p.detach() for name, p in model.named_parameters() if "norm" in name or "ln_f" in name}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "labels": ids}).loss
+
+    with pytest.raises(UnsupportedError, match=r"torch\.func .* detach the model first"):
+        torch.func.grad(loss)(trained)
+    attached(model).detach()  # type: ignore[union-attr]
+    assert torch.func.grad(loss)(trained).keys() == trained.keys()

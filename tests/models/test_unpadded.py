@@ -16,6 +16,7 @@ from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from transformers.trainer_pt_utils import LabelSmoother
 from trl import DPOConfig, DPOTrainer
 
 from pronghorn import attach
@@ -364,6 +365,25 @@ def test_what_needs_the_padded_batch_has_it(change: Callable[[Any, dict[str, Ten
     given = batch(model)
     change(model, given)
     compare(model, given, padded=True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_trainer_s_label_smoothing_is_plain_transformers(side: str) -> None:
+    """Its labels don't come to the model. Before a sequence that is padded on the left, its loss reads padding."""
+    model, found = adapted(), []
+    given = batch(model, side)
+    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+    given = {**given, "labels": None, "num_items_in_batch": torch.tensor(29)}
+    for fused in (True, False):
+        attach(model, layers="fused") if fused else attached(model).detach()  # type: ignore[union-attr]
+        if fused:
+            assert (UNPADDED in seen_keywords(model.base_model.model.model, lambda: model(**given))) == (
+                side == "right"
+            )
+        loss = LabelSmoother(epsilon=0.1)(model(**given), labels, shift_labels=True)
+        found.append((loss, *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])))
+    for ours, plain in zip(*found, strict=True):
+        assert (ours - plain).norm() <= 2e-5 * plain.norm() + 1e-8
 
 
 def test_an_adapter_that_sees_the_whole_batch_has_the_padded_one() -> None:

@@ -46,6 +46,7 @@ from pronghorn.models.metadata import (
     check_mixing,
     check_rope,
     mixing_adapter,
+    refuse_transforms,
     stock_batch,
     warn_of_attentions,
 )
@@ -256,6 +257,7 @@ def logits_loss(logits: Tensor, labels: Tensor, rows: Tensor | None, num_items: 
         labels: int64 [B, L], unshifted, -100 where nothing is predicted.
         num_items: what the sum is divided by; None for this batch's own supervised tokens.
     """
+    refuse_transforms()
     targets = pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
     targets = targets if rows is None else targets[rows]
     flat = logits.flatten(0, -2)

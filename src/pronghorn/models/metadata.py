@@ -15,7 +15,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.families.generic import text_config
 from pronghorn.layers.decoder import STEP, FusedLayers
-from pronghorn.models.families import check_windows, is_causal, rope_limit
+from pronghorn.models.families import check_windows, has_experts, is_causal, rope_limit
 from pronghorn.models.unpadded import LABELS, unpad
 from pronghorn.text import does
 
@@ -46,6 +46,8 @@ def share_metadata(
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
     layers: FusedLayers | None = backbone.__dict__.get(LAYERS)
+    if layers is not None or has_experts(backbone.config):
+        refuse_transforms()
     if packed is None:
         packed = stock_batch(kwargs, tokens)
     warn_of_attentions(backbone.config, kwargs)
@@ -104,6 +106,15 @@ def _check_attentions(backbone: Any) -> None:
                 f"{config._attn_implementation!r}",
                 "detach this model and attach it again, with the layers that it has now",
             )
+
+
+def refuse_transforms() -> None:
+    """Raise UnsupportedError inside a transform of torch.func: Pronghorn's functions have no rules for these."""
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "torch.func (grad, vmap, jvp) of an attached model, whose functions it can't transform",
+            "detach the model first",
+        )
 
 
 def mixing_adapter(model: Any) -> str | None:

@@ -66,6 +66,8 @@ def unpad(layers: FusedLayers, kwargs: dict[str, Any], tokens: Tensor, labels: T
         return None
     if learned and (learned[0][:, 1:] & ~real[:, :-1]).any():  # predicted from padding
         return None
+    if labels is None and kwargs.get("num_items_in_batch") is not None and first.any():
+        return None  # a trainer keeps its labels back (label smoothing), and a first token's is predicted from padding
     count = int(lengths.sum())
     step, backbone = TILE_ROWS, layers.backbone
     graphs = backbone.__dict__.get(GRAPHS)
