@@ -110,7 +110,8 @@ def _check_attentions(backbone: Any) -> None:
 
 def refuse_transforms() -> None:
     """Raise UnsupportedError inside a transform of torch.func: Pronghorn's functions have no rules for these."""
-    if torch._C._are_functorch_transforms_active():
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)  # without, torch's own error tells
+    if active is not None and active():
         raise UnsupportedError(
             "torch.func (grad, vmap, jvp) of an attached model, whose functions it can't transform",
             "detach the model first",
