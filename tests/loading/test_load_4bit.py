@@ -70,6 +70,8 @@ def test_an_expert_without_all_its_parts_is_an_error(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(DataError, match=r"each expert's part of model\.layers\.1\.mlp\.experts\.gate_up_proj once"):
         by_the_house(tmp_path)
+    with pytest.raises(DataError, match="lacks parts of weights that are joined"):
+        load_model(tmp_path, max_seq_length=128, device=torch.device("cpu"))  # by transformers
 
 
 def test_the_report_names_the_house_loader(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Load a 16-bit checkpoint through the house's loader, one tensor at a time: quantised to NF4 on the way, or shared by
-several processes, or both.
+"""Load a 16-bit checkpoint through the house's loader, one tensor at a time: to a GPU, quantised to NF4 on the way, or
+shared by several processes.
 
     config.json  ->  skeleton on the meta device (with bitsandbytes' linears, where transformers' quantiser puts them)
     the loader's tensors, one at a time  ->  the device, in the model's dtype  ->  that quantiser's operation
@@ -39,9 +39,9 @@ class Skeleton:
         self, config: Any, asked: Any, dtype: torch.dtype, device: torch.device, attention: str | None
     ) -> None:
         model = without_weights(config, dtype, attention)
-        self.model, self.dtype, self.device = model, dtype, device
+        self.model, self.device, tied = model, device, tied_names(model)
         self.expected: dict[str, Tensor] = {
-            name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied_names(model)
+            name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied
         }
         for pattern, kept in model._get_dtype_plan(dtype).items():  # what stays in float32, as transformers names it
             found = [name for name in self.expected if re.search(pattern.replace("*", ".*"), name)]

@@ -44,6 +44,7 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
     from transformers import AutoModelForCausalLM
 
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    remedy = "download or copy it again: configuration and weights must be of one model"
     try:
         if composite is None:
             model, info = cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
@@ -57,7 +58,12 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
             f"transformers can't load {options.get('gguf_file', name)} ({clip(reason, 300)})",
             "download or copy it again; of a newer family, try a newer transformers",
         ) from error
-    remedy = "download or copy it again: configuration and weights must be of one model"
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error):  # memory that runs out, for instance
+            raise
+        raise DataError(
+            f"{name} lacks parts of weights that are joined, an expert's for instance (named above)", remedy
+        ) from error
     lost = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     if lost:
         raise DataError(
