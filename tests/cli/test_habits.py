@@ -130,7 +130,7 @@ MISTAKES = {
     "messages in a cell": data(
         "a.csv", 'messages\n"[{""role"": ""user""}]"\n', "messages is '[{", "not its text (json.loads)"
     ),
-    "a quote that stays open": data("a.csv", 'prompt,completion\n"a,b\nc,d\n', "not valid CSV", "fix that row"),
+    "a quote that stays open": data("a.csv", 'prompt,completion\n"a,b\nc,d\n', "never closed", "twice"),
     "a JSON value that is not a number": data("a.jsonl", '{"text": NaN}\n', "text is float nan", "as a string"),
     "rows in a struct": table("keys 'data' are no known format", "write each row as", data=[ROW]),
     "numbers in Parquet": table("text is int 1", "as a string", text=[1, 2]),
