@@ -23,6 +23,8 @@ STOP = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
 TOWERS = {"fuyu", "mllama", "emu3"}
 """Their language models have classes of their own, which are tried by themselves."""
 
+LEFT = {"bailing_hybrid", "hrm_text", "inkling2_text", "kimi_linear", "olmo_hybrid"}
+"""Weights of these are joined in ways that only transformers knows."""
 CLEARED = {"youtu": {"model.embed_tokens.weight", "lm_head.weight"}}
 """Transformers clears the row of the padding token, whatever the file holds."""
 
@@ -62,7 +64,7 @@ def test_another_class_is_what_transformers_loads(tmp_path: Path, kind: str) -> 
 def test_a_language_model_among_towers_is_what_transformers_loads(tmp_path: Path, kind: str) -> None:
     write_composite(tmp_path, kind)
     model, right, reason = both(tmp_path, torch.bfloat16)
-    assert reason or differences(model, right) == []
+    assert not reason and differences(model, right) == []
 
 
 @pytest.mark.slow
@@ -74,6 +76,7 @@ def test_every_class_is_what_transformers_loads(tmp_path: Path, kind: str) -> No
     if kind in FAMILIES | MOE_FAMILIES:
         pytest.skip("tried as a family")
     model, right, reason = both(saved(causal_lms.tiny(kind), tmp_path), torch.bfloat16)
+    assert bool(reason) is (kind in LEFT), reason
     assert reason or set(differences(model, right)) == CLEARED.get(kind, set())
 
 

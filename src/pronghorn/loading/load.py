@@ -167,7 +167,10 @@ class FoundModel:
         attention = check_config(self.config).load_attention
         shares = share is not None and not self.is_quantised
         model, reason = None, ""
-        if quantization is not None or shares or (device.type == "cuda" and not self.is_quantised):
+        faster = (
+            device.type == "cuda" and not self.is_quantised
+        )  # on a CPU transformers maps the files, which is faster
+        if quantization is not None or shares or faster:
             model, reason = load_one_by_one(
                 self.name, self.config, quantization, dtype, device, self.hub, attention, self.composite, share
             )
@@ -360,7 +363,7 @@ def _stop_at(base: Any, end: int | None) -> None:
 def check_max_seq_length(config: Any, max_seq_length: int) -> None:
     """Raise ConfigError if rows are longer than the model's positions reach."""
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and 0 < limit < max_seq_length:  # -1 of a class that has no limit (XLNet)
+    if limit is not None and 0 < limit < max_seq_length:  # -1 says that there is no limit
         raise ConfigError(
             f"max_seq_length {max_seq_length} > {limit}, the positions of this model (max_position_embeddings)",
             f"use max_seq_length <= {limit}",

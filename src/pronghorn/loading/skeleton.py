@@ -31,7 +31,7 @@ def without_weights(config: Any, dtype: torch.dtype, attention: str | None) -> A
 
 @torch.no_grad()
 def _make_buffers_again(module: Any, owner: Any) -> None:
-    """Make buffers that no file holds in float32, as `from_pretrained` does: GPT-J's positions, for instance."""
+    """Make buffers that no file holds in float32, as `from_pretrained` does: tables of positions, for instance."""
     from transformers import PreTrainedModel
 
     for child in module.children():

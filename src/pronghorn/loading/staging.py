@@ -26,8 +26,8 @@ class Staging:
 
     A buffer holds what lies in the file from a tensor on, so that small tensors which follow are in it already.
 
-    A copy straight from a mapped file takes four times as long: one thread fills the driver's own buffer. Torch's
-    threads are no help, because all wait while the system maps a page.
+    A copy straight from a mapped file takes two to three times as long: one thread fills the driver's own buffer.
+    Torch's threads are no help, because all wait while the system maps a page.
 
         with Staging(device) as staging:
             tensor = staging.copy(stored, torch.bfloat16)
@@ -43,7 +43,8 @@ class Staging:
         on_cuda = device.type == "cuda"
         self._staged = on_cuda if staged is None else staged
         self._copied: list[torch.cuda.Event | None] = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
-        self._turn, self._file, self._start, self._stop = 0, Path(), 0, 0
+        self._turn = 0
+        self._file, self._start, self._stop = Path(), 0, 0  # which bytes of which file are in that buffer
         self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "pronghorn-load")
         self._buffers: list[Tensor] = []
         if self._staged:
@@ -77,9 +78,6 @@ class Staging:
                 values = values.to(self._device, non_blocking=True)  # and converted there
             part.copy_(values, non_blocking=True)
             done += len(part)
-        event = self._copied[self._turn]
-        if event is not None:
-            event.record(torch.cuda.current_stream(self._device))
         return result
 
     def _bytes(self, file: Path, position: int, size: int) -> Tensor:
@@ -92,7 +90,8 @@ class Staging:
         return self._buffers[self._turn][position - self._start :][:length]
 
     def _next(self, file: Path, position: int, least: int) -> None:
-        """Fill the other buffer from that position on, once the copies from it have ended."""
+        """Fill the other buffer from that position on, once the copies from it have ended; those from this one end
+        with the work that the stream has now."""
         event = self._copied[self._turn]
         if event is not None:
             event.record(torch.cuda.current_stream(self._device))
