@@ -131,6 +131,14 @@ def measured_before(before: dict[str, Any], found: dict[str, Any]) -> dict[str, 
     return {"variants": whole, **terms}
 
 
+def documents_of(model: Any, tokens: int) -> list[tuple[int, ...]]:
+    """Return the ids of log-normal documents, to be packed into rows of `tokens`."""
+    from benchmarks.workload import make_rows
+
+    rows = make_rows(tokens, "lognormal", 1.0, model.config.vocab_size, seed=0)
+    return [row.input_ids[a:b] for row in rows for a, b in row.bounds if b - a >= SHORTEST]
+
+
 def train(model: Any, given: Any) -> dict[str, Any]:
     """Train so many steps through the trainer; return losses, the median step and the peak."""
     import tempfile
@@ -141,14 +149,12 @@ def train(model: Any, given: Any) -> dict[str, Any]:
     from trl import SFTConfig
 
     from benchmarks.timing import CudaClock, HostClock
-    from benchmarks.workload import make_rows
     from pronghorn.diagnose.shapes import byte_tokenizer
     from pronghorn.train.trainer import SFTTrainer
 
     cuda = torch.cuda.is_available()
     clock: Any = CudaClock() if cuda else HostClock()
-    rows = make_rows(given.tokens, "lognormal", 1.0, model.config.vocab_size, seed=0)
-    documents = [row.input_ids[a:b] for row in rows for a, b in row.bounds if b - a >= SHORTEST]
+    documents = documents_of(model, given.tokens)
     marks: list[Any] = []
 
     class Marks(TrainerCallback):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablation, end_to_end, guard, longest_row, parts, probe_cost, records
+from benchmarks import ablation, end_to_end, guard, longest_row, parts, probe_cost, records, trainer_step
 from benchmarks.candidates import trainers
 from benchmarks.record import Result, Workload, unfinished, write_results
 from pronghorn.diagnose.shapes import SHAPES, shape_of, write_checkpoint
@@ -158,6 +158,20 @@ def test_the_ablation_runs(case: str, tmp_path: Path) -> None:
     assert list(found["variants"]) == ["none", "metadata", alone, "all", "none, again", "fused"]
     assert all(len(one["losses"]) == 3 for one in found["variants"].values())
     assert found["predicted"]["metadata_ms"] == (found["layers"] - 1) * found["predicted"]["s_ms"]
+
+
+# --- the trainer's step
+
+
+def test_a_trainer_s_step_beside_the_bare_one(tmp_path: Path) -> None:
+    out = tmp_path / "trainer-step.json"
+    done = programs.invoke(trainer_step, "--only", "tiny", "--tokens", 128, "--pairs", 2, "--out", out)
+    [found] = json.loads(out.read_text())["parts"].values()
+    assert done.exit_code == 0 and found["gate"]["green"], found
+    assert len(found["trainer_ms"]) == len(found["bare_ms"]) == 2
+    assert found["ratio"][0] > 0.5 and "packed attention" in found["paths"][0]
+    found["gate"]["green"] = False
+    assert trainer_step.row_of("tiny", found)["trainer over bare"].startswith("withheld")
 
 
 # --- records and the longest row
