@@ -115,7 +115,8 @@ LOADERS: dict[str, Callable[[Path, int], Any]] = {"pronghorn": by_pronghorn, "tr
 
 
 def measure(folder: Path, bits: int, repeats: int, states: tuple[str, ...]) -> dict[str, Any]:
-    """Return seconds by way and state of the page cache, and the device's peak and rest in bytes."""
+    """Return seconds by way and state of the page cache, and the device's peak and rest in bytes; each time is printed,
+    too, since the whole may be cut off."""
     ways = WAYS | {name: partial(loader, bits=bits) for name, loader in LOADERS.items()}
     seconds: dict[str, list[float]] = {}
     memory: dict[str, int] = {}
@@ -139,6 +140,7 @@ def measure(folder: Path, bits: int, repeats: int, states: tuple[str, ...]) -> d
                     memory |= {f"{name} peak": torch.cuda.max_memory_allocated()}
                     memory |= {f"{name} rest": torch.cuda.memory_allocated()}
                 seconds.setdefault(f"{state} {name}", []).append(time.perf_counter() - started)
+                print(f"{state} {name}: {seconds[f'{state} {name}'][-1]:.2f} s", flush=True)
                 del model
     return {"seconds": {name: round(statistics.median(each), 4) for name, each in seconds.items()}, "memory": memory}
 

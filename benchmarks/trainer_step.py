@@ -15,9 +15,11 @@ be the trainer's of that row, else figures are withheld.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +69,7 @@ def part(name: str, given: Any) -> dict[str, Any]:
     found |= {name: [pair[name] / STEPS for pair in pairs] for name in ("trainer_ms", "bare_ms")}
     found["ratio"] = spread([pair["trainer_ms"] / pair["bare_ms"] for pair in pairs])
     found["peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
+    found["waits"] = turns.waits
     found["paths"] = [f"{path.part}: {path.path} ({path.why})" for path in turns.handle.paths(None)]
     off = max(pair["loss_off"] for pair in turns.pairs)
     return found | {"gate": {"losses off by": off, "most": COINCIDE, "green": off <= COINCIDE}}
@@ -79,6 +82,7 @@ def trainer_of(model: Any, given: Any, folder: str) -> tuple[Any, Any]:
     from transformers import TrainerCallback
     from trl import SFTConfig
 
+    from pronghorn.diagnose.profile import watch_synchronisations
     from pronghorn.diagnose.shapes import byte_tokenizer
     from pronghorn.models.attach import attached
     from pronghorn.train.trainer import SFTTrainer
@@ -107,6 +111,8 @@ def trainer_of(model: Any, given: Any, folder: str) -> tuple[Any, Any]:
             self.kept: list[tuple[Any, Any]] = []
             self.pairs: list[dict[str, float]] = []
             self.began: float | None = None
+            self.watched = ExitStack()
+            self.waits: list[str] = []
             self.handle: Any = attached(model)
             parameters = [p for p in model.parameters() if p.requires_grad]
             self.optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=cuda)
@@ -115,6 +121,8 @@ def trainer_of(model: Any, given: Any, folder: str) -> tuple[Any, Any]:
             if len(self.kept) == STEPS or self.began is None:
                 self.take()
                 self.began = now()
+                if cuda and len(self.pairs) == WARM_TURNS - 1:
+                    self.places = self.watched.enter_context(watch_synchronisations())
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             self.take()
@@ -123,6 +131,9 @@ def trainer_of(model: Any, given: Any, folder: str) -> tuple[Any, Any]:
             """End the trainer's turn and take the bare one over its rows."""
             if self.began is None:
                 return
+            if cuda and len(self.pairs) == WARM_TURNS - 1:
+                self.watched.close()
+                self.waits = [f"{os.path.basename(at.filename)}:{at.lineno}: {at.line}" for at in self.places]
             begun, trained, losses = self.began, now(), []
             for batch, _ in self.kept:
                 loss = model(**batch).loss

@@ -207,7 +207,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         ddp_timeout=int(timeout.total_seconds()),
         report_to=list(train.report_to) or "none",
         disable_tqdm=True,
-        accelerator_config={"dispatch_batches": False, "non_blocking": device.type == "cuda"},
+        accelerator_config={"dispatch_batches": False},
     )
     # otherwise ACCELERATE_MIXED_PRECISION decides, which accelerate's launcher sets and the recipe knows nothing of
     args.mixed_precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"

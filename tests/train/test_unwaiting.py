@@ -1,0 +1,112 @@
+"""A step waits for the GPU nowhere, and losses that aren't finite are logged as stock logs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainerCallback
+
+from pronghorn import SFTTrainer
+from pronghorn.train.shared_layers import SharedLayersTrainer
+from pronghorn.train.unwaiting import UnwaitingTrainer
+from support.trainers import adapted, config
+
+ROWS = Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9 + n, 10], "labels": [5, 6, 7, 8, 9 + n, 10]} for n in range(99)])
+BAD = {3: float("nan"), 5: float("inf")}
+"""Losses of some steps."""
+
+
+def trained(stories: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Any:
+    """Train by a trainer some of whose losses aren't finite, though gradients are."""
+    step = trl.SFTTrainer.training_step
+
+    def broken(self: Any, *given: Any, **named: Any) -> Tensor:
+        loss = step(self, *given, **named)
+        return loss * BAD.get(self.state.global_step, 1.0)
+
+    monkeypatch.setattr(trl.SFTTrainer, "training_step", broken)
+    model, tokenizer = adapted(stories)
+    asked = config(folder, max_steps=6, logging_steps=2, **args)
+    trainer = SFTTrainer(model, asked, train_dataset=ROWS, eval_dataset=ROWS, tokenizer=tokenizer)
+    trainer.train()
+    monkeypatch.undo()
+    return trainer
+
+
+def logged(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_losses_that_are_not_finite_are_logged_as_in_stock(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = trained(stories, tmp_path / "ours", monkeypatch)
+    for name in ("train", "training_step", "evaluation_loop", "_save_checkpoint"):
+        monkeypatch.delattr(UnwaitingTrainer, name)
+    stock = trained(stories, tmp_path / "stock", monkeypatch)
+    assert logged(ours) == logged(stock) and all(0 < loss < 30 for loss in logged(ours))
+    assert ours.args.logging_nan_inf_filter is True
+
+
+def test_losses_that_are_not_finite_are_logged_where_no_filter_is_asked_for(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = trained(stories, tmp_path, monkeypatch, logging_nan_inf_filter=False)
+    assert [loss == loss for loss in logged(ours)] == [True, False, False]  # no number is unlike itself
+
+
+def test_the_arguments_are_as_given_wherever_stock_reads_or_saves_them(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    seen: dict[str, bool] = {}
+
+    class Looks(SFTTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            seen["step"] = self.args.logging_nan_inf_filter
+            return loss
+
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            seen["evaluation"] = self.args.logging_nan_inf_filter
+            return super().prediction_step(*args, **kwargs)
+
+    asked = config(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
+    asked.eval_packing = False
+    Looks(model, asked, train_dataset=ROWS, eval_dataset=ROWS.select(range(4)), tokenizer=tokenizer).train()
+    saved = torch.load(tmp_path / "checkpoint-1/training_args.bin", weights_only=False)
+    assert seen == {"step": False, "evaluation": True} and saved.logging_nan_inf_filter and asked.logging_nan_inf_filter
+
+
+def test_where_stock_keeps_its_sum_elsewhere_it_filters_itself(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = adapted(stories)
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=ROWS, tokenizer=tokenizer)
+    monkeypatch.setattr(SharedLayersTrainer, "training_step", lambda self: torch.tensor(float("nan")), raising=False)
+    trainer._filters, trainer.args.logging_nan_inf_filter = True, False
+    assert UnwaitingTrainer.training_step(trainer).isnan() and trainer.args.logging_nan_inf_filter
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_step_of_a_script_never_waits(stories: Path, tmp_path: Path, packs: bool) -> None:
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            torch.cuda.set_sync_debug_mode("error" if state.global_step >= 8 else "default")
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+    model, tokenizer = adapted(stories)
+    asked = config(tmp_path, max_steps=12, logging_steps=100, packing=packs, use_cpu=False)
+    trainer = SFTTrainer(model.cuda(), asked, train_dataset=ROWS, tokenizer=tokenizer, callbacks=[Watch()])
+    try:
+        trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.state.global_step == 12
