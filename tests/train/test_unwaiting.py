@@ -97,16 +97,13 @@ def test_where_stock_keeps_its_sum_elsewhere_it_filters_itself(
 def test_a_step_of_a_script_never_waits(stories: Path, tmp_path: Path, packs: bool) -> None:
     class Watch(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            torch.cuda.set_sync_debug_mode("error" if state.global_step >= 8 else "default")
-
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode("error" if 8 <= state.global_step < 12 else "default")
 
     model, tokenizer = adapted(stories)
-    asked = config(tmp_path, max_steps=12, logging_steps=100, packing=packs, use_cpu=False)
+    asked = config(tmp_path, max_steps=13, logging_steps=100, packing=packs, use_cpu=False)
     trainer = SFTTrainer(model.cuda(), asked, train_dataset=ROWS, tokenizer=tokenizer, callbacks=[Watch()])
     try:
         trainer.train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert trainer.state.global_step == 12
+    assert trainer.state.global_step == 13
