@@ -28,6 +28,11 @@ from support import programs
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 EARLIER = {
+    "trainer-step-waiting": "trainer-step",
+    "end-to-end-qwen3-0.6b-unwaiting": "end-to-end-qwen3-0.6b",
+    "load-qwen3-14b-by-one-thread": "load-qwen3-14b",
+    "load-qwen3-30b-a3b-8-warm": "load-qwen3-14b",
+    "load-buffers": "load-qwen3-14b",
     "end-to-end-llama-3.1-8b-read-by-threads": "end-to-end-llama-3.1-8b",
     "end-to-end-qwen3-14b-nf4-read-by-threads": "end-to-end-qwen3-14b-nf4",
     "end-to-end-qwen3-14b-nf4-by-torchs-threads": "end-to-end-qwen3-14b-nf4",

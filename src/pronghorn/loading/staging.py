@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ from torch import Tensor
 from pronghorn.errors import DataError
 from pronghorn.precision.loader import InFile, StoredTensor
 
-BYTES = 32 * 2**20
-"""Of each of the two buffers: a millisecond's copy."""
-THREADS = 8
+BYTES = 64 * 2**20
+"""Of each of the two buffers: a millisecond's copy. With half of it and half the threads 8 GiB take a third longer from
+the page cache, and a seventh longer from a disk."""
+THREADS = 16
 """They read a buffer's parts side by side: one thread copies some 7 GB/s out of the system's page cache."""
 PART = 2**20
 """Bytes that a thread reads at least."""
-AHEAD = 256 * 2**20
-"""Bytes after a buffer's that the system is told to read from the disk already."""
 
 
 class Staging:
@@ -48,7 +46,6 @@ class Staging:
         self._copied: list[torch.cuda.Event | None] = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
         self._turn = 0
         self._file, self._start, self._stop = Path(), 0, 0  # which bytes of which file are in that buffer
-        self._told = 0  # up to which of them the system reads ahead
         self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "pronghorn-load")
         self._buffers: list[Tensor] = []
         if self._staged:
@@ -103,26 +100,15 @@ class Staging:
         event = self._copied[self._turn]
         if event is not None:
             event.synchronize()
-        if file != self._file:
-            self._told = 0
         self._file, self._start, self._stop = file, position, position
         try:
-            size = file.stat().st_size
-            length = min(self._size, size - position)
+            length = min(self._size, file.stat().st_size - position)
             if length < least:
                 raise DataError(f"{file} ended while it was read", "copy or download it again")
-            self._tell(file, position + length, size)
             self._fill(self._buffers[self._turn][:length], file, position)
         except OSError as error:
             raise DataError(f"{file} can't be read ({error})", "copy or download it again") from error
         self._stop = position + length
-
-    def _tell(self, file: Path, position: int, size: int) -> None:
-        """Tell the system to read on from that position while buffers are filled and copied."""
-        start, stop = max(self._told, position), min(position + AHEAD, size)
-        if start < stop:
-            self._told = stop
-            self._threads.submit(_read_ahead, file, start, stop - start)
 
     def _fill(self, buffer: Tensor, file: Path, offset: int) -> None:
         """Read a file's bytes from the offset on until the buffer is full."""
@@ -132,12 +118,6 @@ class Staging:
         read = map if len(starts) == 1 else self._threads.map
         for _ in read(lambda start: _read(view[start : start + part], file, offset + start), starts):
             pass
-
-
-def _read_ahead(file: Path, offset: int, count: int) -> None:
-    """Start reading a file's bytes into the system's page cache."""
-    with suppress(OSError), file.open("rb", buffering=0) as opened:  # advice: not every system takes it
-        os.posix_fadvise(opened.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
 
 
 def _read(view: Any, file: Path, offset: int) -> None:
