@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.generic import text_config
@@ -200,6 +201,14 @@ def _check_stored(
     folder: Path, files: list[Path], stored: list[StoredTensor], config: Any, composite: Composite | None
 ) -> None:
     """Refuse tensors that transformers would leave out or read as other numbers."""
+    first: dict[str, StoredTensor] = {}
+    for tensor in stored:
+        other = first.setdefault(tensor.name, tensor)
+        if other is not tensor and not torch.equal(_again(other), _again(tensor)):
+            raise DataError(
+                f"{other.origin} and {tensor.origin} hold other values of {tensor.name}",
+                "download or save the checkpoint again, into an empty folder",
+            )
     for tensor in stored:
         if (found := _WRAPPED.search(tensor.name)) is not None:
             raise DataError(
@@ -223,6 +232,12 @@ def _check_stored(
                 "remove quantization_config from it; load_in_4bit=True (model.load_in_4bit) quantises plain weights",
             )
         check_4bit(files)
+
+
+def _again(stored: StoredTensor) -> Tensor:
+    """Read the bytes of a tensor whose file was closed."""
+    found = next(tensor.read() for tensor in checkpoint(Path(stored.origin)) if tensor.name == stored.name)
+    return found.flatten().view(torch.uint8)
 
 
 def check_layers(where: str | Path, key: str, said: int, tensors: Any, layer: re.Pattern[str]) -> None:

@@ -313,7 +313,7 @@ def _config(name: str | Path, hub: dict[str, Any]) -> Any:
         return config
     except PronghornError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, StrictDataclassError) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         if isinstance(error, OSError) and not isinstance(name, Path):
             reason = reason.split(". ")[0].split(", and couldn't")[0].replace("Repo id must use", "names have only")
