@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pronghorn.errors import DataError
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.loading.composite import Composite
+from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
 from pronghorn.loading.share import SharedLoading
 from pronghorn.loading.skeleton import fill, put, tied_names, without_weights
@@ -113,7 +114,8 @@ class PackedSkeleton:
         waiting: dict[str, dict[int, Tensor]] = {}
 
         def rename(key: str) -> str | None:
-            return None if key in tied or key.endswith(NOT_READ) else key
+            left_out = key not in expected and is_left_out(self.model, self.model.config, key)
+            return None if key in tied or left_out or key.endswith(NOT_READ) else key
 
         def join(key: str, tensor: Tensor) -> Tensor | None:
             """Return a packed parameter when the last of its parts has come, None before."""
