@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.errors import DataError
 from pronghorn.loading import load
 from pronghorn.loading.load import find_model, load_model
 from pronghorn.loading.one_by_one import load_one_by_one
@@ -50,6 +52,22 @@ def both(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, str]:
 def test_a_family_is_what_transformers_loads(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     model, right, reason = both(saved(tiny_model(family, **STOP), tmp_path), dtype)
     assert differences(model, right) == [], reason
+
+
+def test_what_config_json_says_of_generation_is_what_transformers_loads(tmp_path: Path) -> None:
+    """Older checkpoints have no generation_config.json."""
+    folder = saved(tiny_model("llama", **STOP), tmp_path)
+    (folder / "generation_config.json").unlink()
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**table, "temperature": 0.5, "do_sample": True}))
+    model, right, reason = both(folder, torch.bfloat16)
+    assert differences(model, right) == [], reason
+    assert model.generation_config.temperature == 0.5 and model.generation_config.do_sample
+    (folder / "generation_config.json").write_text('{"early_stopping": 3}')
+    with pytest.raises(
+        DataError, match=r"generation_config\.json can't be used .*early_stopping.*: fix it, or remove it"
+    ):
+        both(folder, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["gptj", "gpt2", "bloom", "falcon", "mamba", "mpt", "rwkv"])

@@ -151,5 +151,5 @@ def load_one_by_one(
         return None, reason
     model = skeleton.fill(language_source(folder, composite), share)
     model.name_or_path = str(name)
-    read_generation_config(model, folder)
+    read_generation_config(model, folder, composite)
     return model, ""

@@ -26,6 +26,7 @@ from pronghorn.loading.share import SharedLoading
 from pronghorn.loading.skeleton import fill, put, tied_names, without_weights
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import StoredTensor, checkpoint, json_value
+from pronghorn.text import clip
 
 METADATA = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of a hub's repository that loading reads beside weights; folders below it hold other formats."""
@@ -155,7 +156,7 @@ def load_packed(
     skeleton = PackedSkeleton.of(config, dtype)  # a format that isn't served is told before anything is fetched
     folder = fetched(name, hub)
     model = skeleton.fill(language_source(folder, composite), device, share)
-    read_generation_config(model, folder)
+    read_generation_config(model, folder, composite)
     return model
 
 
@@ -205,9 +206,22 @@ def fetched(name: str | Path, hub: dict[str, Any]) -> Path:
         raise DataError(f"model {name} can't be had from the hub ({error})", "check the name and connection") from error
 
 
-def read_generation_config(model: Any, folder: Path) -> None:
-    """Give a model the generation_config.json of its folder, if there is one."""
+def read_generation_config(model: Any, folder: Path, composite: Composite | None = None) -> None:
+    """Give a model the generation_config.json of its folder or, as transformers does, what a language model's
+    config.json says of generation.
+
+    Raises:
+        DataError: it holds a value that transformers doesn't take.
+    """
     from transformers import GenerationConfig
 
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    file = folder / "generation_config.json"
+    options: dict[str, Any] = {}
+    if not file.is_file() and composite is None and model.can_generate():
+        file, options = folder / "config.json", {"_from_model_config": True}
+    if not file.is_file():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(folder, file.name, **options)
+    except (OSError, TypeError, ValueError) as error:
+        raise DataError(f"{file} can't be used ({clip(str(error), 300)})", "fix it, or remove it") from error
