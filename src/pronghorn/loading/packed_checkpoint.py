@@ -23,7 +23,7 @@ from pronghorn.loading.composite import Composite
 from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
 from pronghorn.loading.share import SharedLoading
-from pronghorn.loading.skeleton import fill, put, tied_names, without_weights
+from pronghorn.loading.skeleton import check_tied, fill, put, stays_wide, tied_names, without_weights
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import StoredTensor, checkpoint, json_value
 from pronghorn.text import clip
@@ -79,6 +79,8 @@ class PackedSkeleton:
     """The model of a packed checkpoint, its weights on the meta device until `fill`, buffers on the CPU."""
 
     model: Any
+    dtype: torch.dtype
+    """Of the weights that aren't packed."""
     parts: dict[str, tuple[str, int]]
     """(parameter, number of its part) by the part's name in the checkpoint."""
 
@@ -90,12 +92,13 @@ class PackedSkeleton:
         plain = type(config).from_dict(config.to_dict())
         del plain.quantization_config
         plain._name_or_path = config._name_or_path
-        model = without_weights(plain, dtype or config.dtype or torch.bfloat16, check_config(plain).load_attention)
+        dtype = dtype or config.dtype or torch.bfloat16
+        model = without_weights(plain, dtype, check_config(plain).load_attention)
         parts: dict[str, tuple[str, int]] = {}
         for name, packed, names in packed_parameters(form, model, stored):
             put(model, name, nn.Parameter(packed, requires_grad=False))
             parts |= {part: (name, number) for part, number in names.items()}
-        return cls(model, parts)
+        return cls(model, dtype, parts)
 
     def expected(self) -> dict[str, Tensor]:
         """Return a tensor on the meta device for every tensor that a checkpoint must have, by its name there."""
@@ -105,6 +108,7 @@ class PackedSkeleton:
             for name, tensor in self.model.state_dict().items()
             if not isinstance(tensor, PackedTensor) and name not in tied
         }
+        plain = stays_wide(self.model, self.dtype, plain)
         return plain | {
             part: self.model.get_parameter(name).parts[number] for part, (name, number) in self.parts.items()
         }
@@ -155,6 +159,7 @@ def load_packed(
     """
     skeleton = PackedSkeleton.of(config, dtype)  # a format that isn't served is told before anything is fetched
     folder = fetched(name, hub)
+    check_tied(skeleton.model, language_source(folder, composite))
     model = skeleton.fill(language_source(folder, composite), device, share)
     read_generation_config(model, folder, composite)
     return model
