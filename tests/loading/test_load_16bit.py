@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_a_repository_without_safetensors_is_left_to_transformers(
     where = "owner/model", config, None, torch.float32, torch.device("cpu"), {}, "sdpa", None
     model, reason = load_one_by_one(*where)
     assert model is None and "no safetensors" in reason
+
+
+def test_threads_load_side_by_side(tmp_path: Path) -> None:
+    """What is changed of torch's classes and defaults while a model loads is as before in the end."""
+    folder = saved(tiny_model("llama", **STOP, intermediate_size=128), tmp_path)
+    before = torch.nn.Module.register_parameter, torch.get_default_dtype()
+
+    def load_it(in_4_bits: bool) -> Any:
+        found = find_model(folder, max_seq_length=16, load_in_4bit=in_4_bits)
+        return found.model(torch.bfloat16, torch.device("cpu"))
+
+    right = {in_4_bits: load_it(in_4_bits) for in_4_bits in (False, True)}
+    with ThreadPoolExecutor(6) as threads:
+        made = list(threads.map(load_it, [False, True] * 9))
+    assert (torch.nn.Module.register_parameter, torch.get_default_dtype()) == before
+    assert not [each for number, each in enumerate(made) if differences(each, right[bool(number % 2)])]
 
 
 @pytest.mark.gpu

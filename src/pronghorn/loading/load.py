@@ -19,6 +19,7 @@ from pronghorn.loading.new_tokens import grow_embeddings
 from pronghorn.loading.one_by_one import load_one_by_one
 from pronghorn.loading.packed_checkpoint import beside_config, format_of, load_packed
 from pronghorn.loading.share import SharedLoading
+from pronghorn.loading.skeleton import LOADING
 from pronghorn.loading.weights import bitsandbytes_config, check_quantised, prepare_4bit, whole_model, with_dtype
 from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
 from pronghorn.models.families import check_config
@@ -143,7 +144,7 @@ class FoundModel:
                 grow_embeddings(base, tokenizer, exactly=rows)  # trained with new tokens
             _stop_at(base, tokenizer.eos_token_id)
             return with_adapter(base, self.name)
-        with room_for(self.name):
+        with room_for(self.name), LOADING:
             model = self._whole_base(dtype, device, share)
         if self.composite is not None:
             model.composite = self.composite  # plain attributes, never saved: saving goes back to the checkpoint

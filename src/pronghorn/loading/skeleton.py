@@ -6,6 +6,7 @@ A device never holds more than the model, or this process's part of it, and one 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,13 +18,17 @@ from pronghorn.loading.share import SharedLoading
 from pronghorn.loading.staging import Staging
 from pronghorn.precision.loader import StoredTensor, load
 
+LOADING = threading.RLock()
+"""Held while a model is made or loaded: accelerate and transformers change classes and torch's defaults meanwhile. What
+two threads change side by side would stay, and every later model be without weights."""
+
 
 def without_weights(config: Any, dtype: torch.dtype, attention: str | None) -> Any:
     """Make the causal LM of a configuration on the meta device; its buffers, which are computed, on the CPU."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    with init_empty_weights(include_buffers=False):
+    with LOADING, init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
