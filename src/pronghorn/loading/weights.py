@@ -78,8 +78,8 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
             f"({', '.join(extra[:3])} ...)",
             remedy,
         )
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if model._tied_weights_keys and head is not None and head.weight is not embeddings.weight:
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if model._tied_weights_keys and head is not None and head is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # whatever it says: files with both have two, and merging asks it
     return keep_packed_4bit_layout(model)
 
