@@ -1,4 +1,4 @@
-"""Checkpoints that hold more than their models: layers that predict further tokens, and sizes of each layer."""
+"""Checkpoints that hold more than their models: layers that predict further tokens, buffers; sizes of each layer."""
 
 from __future__ import annotations
 
@@ -60,6 +60,13 @@ def test_layers_that_a_class_names_are_left_out(tmp_path: Path) -> None:
     add_layer(tmp_path, 45)
     with torch.no_grad():
         torch.testing.assert_close(loaded(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_more_experts_a_token_than_there_are(tmp_path: Path, chosen: int) -> None:
+    tiny_model("qwen3_moe", num_experts_per_tok=chosen).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=f"num_experts_per_tok {chosen} of 8 experts: fix config.json"):
+        loaded(tmp_path)
 
 
 def test_widths_of_each_layer(tmp_path: Path) -> None:
