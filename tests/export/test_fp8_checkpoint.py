@@ -115,3 +115,12 @@ def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not a whole safetensors file"):
         write_fp8_checkpoint(tmp_path / "plain", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_a_head_that_is_not_the_embeddings_is_not_left_out(tmp_path: Path) -> None:
+    plain(tmp_path / "plain")
+    file = tmp_path / "plain" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    with pytest.raises(DataError, match=r"lm_head\.weight is model\.embed_tokens\.weight .*, and the weights hold two"):
+        write_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8")
+    assert not (tmp_path / "fp8").exists()

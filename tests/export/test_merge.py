@@ -22,6 +22,7 @@ from pronghorn.export import merge
 from pronghorn.export.adapter_layouts import write_served_adapter
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import merged_tensors, save_merged
+from pronghorn.loading.load import find_model
 from pronghorn.models.families import base_causal_lm
 from support.causal_lms import tiny, with_adapters
 from support.tiny import FAMILIES, MOE_FAMILIES, tiny_model
@@ -218,6 +219,20 @@ def test_a_tied_head_of_a_family_that_no_file_knows_has_other_names(tmp_path: Pa
 def test_strange_classes_are_merged(tmp_path: Path, model_type: str) -> None:
     """HRM's files join linears of several modules; Inkling's configuration doesn't say whether its head is tied."""
     save_merged(with_adapters(tiny(model_type)), None, tmp_path / "merged", dtype=torch.float32)  # which compares
+
+
+def test_a_head_that_the_files_hold_beside_the_embeddings_is_merged(tmp_path: Path) -> None:
+    """The configuration says that they are tied; transformers leaves them apart, as they lie there."""
+    tiny_model("llama", eos_token_id=2).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    base = find_model(tmp_path / "base", max_seq_length=16).model(torch.float32, torch.device("cpu"))
+    assert base.config.tie_word_embeddings is False
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    merged = save_merged(model, None, tmp_path / "merged", dtype=torch.float32)
+    own, right = tensors(merged), tensors(tmp_path / "base")
+    assert torch.equal(own["lm_head.weight"], right["lm_head.weight"])
+    assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_a_model_without_attention_is_merged(tmp_path: Path) -> None:

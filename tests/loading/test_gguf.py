@@ -382,6 +382,17 @@ def test_rows_longer_than_the_positions_of_the_model(tmp_path: Path) -> None:
             DataError,
             "block_count 1,000,000, but .* 2 layers",
         ),
+        *(
+            ({"changes": {f"llama.rope.{key}": ("add_float32", 8.0)}}, UnsupportedError, "RoPE scaling 'linear'")
+            for key in ("scaling.factor", "scale_linear")  # linear where no type says otherwise
+        ),
+        ({"changes": {"llama.rope.dimension_count": ("add_uint32", 8)}}, UnsupportedError, "RoPE of 8 of a head's 16"),
+        ({"changes": {"llama.attention.causal": ("add_bool", False)}}, UnsupportedError, "in both directions"),
+        *(
+            ({"changes": {"llama.attention.head_count": value}}, DataError, "its metadata make no configuration")
+            for value in (("add_uint32", 0), ("add_uint32", 3), ("add_string", "4"))
+        ),
+        ({"changes": {"llama.attention.key_length": ("add_uint32", 0)}}, DataError, "head_dim 0 is not an integer"),
         ({"changes": {"llama.block_count": ("add_uint32", 1)}}, DataError, "layers 1 to 1 would be left out"),
         ({"changes": {"llama.embedding_length": ("add_uint32", 10**6)}}, DataError, "embedding_length 1,000,000, but"),
         ({"skip": "layers.1.mlp.up_proj"}, DataError, "lacks 1 of the model's weights"),

@@ -1,4 +1,4 @@
-"""Checkpoints that hold more than their models: layers that predict further tokens, and sizes of each layer."""
+"""Checkpoints that hold more than their models: layers that predict further tokens, buffers; sizes of each layer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from pronghorn.errors import DataError
 from pronghorn.loading.load import find_model
 from support.causal_lms import tiny
+from support.packed_linears import packed_linears
 from support.tiny import tiny_model
 
 IDS = torch.arange(3, 23)[None]
@@ -61,6 +62,13 @@ def test_layers_that_a_class_names_are_left_out(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(tmp_path)(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_more_experts_a_token_than_there_are(tmp_path: Path, chosen: int) -> None:
+    tiny_model("qwen3_moe", num_experts_per_tok=chosen).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=f"num_experts_per_tok {chosen} of 8 experts: fix config.json"):
+        loaded(tmp_path)
+
+
 def test_widths_of_each_layer(tmp_path: Path) -> None:
     """Gemma 3n's are a list."""
     model = tiny("gemma3n_text").eval()
@@ -73,3 +81,19 @@ def test_widths_of_each_layer(tmp_path: Path) -> None:
     file.write_text(json.dumps(table | {"intermediate_size": [88, 10**9]}))
     with pytest.raises(DataError, match=r"intermediate_size \[88, 1000000000\] is not an integer from 0"):
         loaded(tmp_path)
+
+
+def test_buffers_of_old_checkpoints_are_left_out(tmp_path: Path) -> None:
+    """Llama 2's published files hold each layer's frequencies."""
+    tiny_model("llama", intermediate_size=128, eos_token_id=2).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    packed_linears(tmp_path / "packed", "rows")
+    for folder, options in ((tmp_path / "plain", {"load_in_4bit": True}), (tmp_path / "packed", {})):
+        found = find_model(folder, max_seq_length=32, **options)
+        right = found.model(torch.bfloat16, torch.device("cpu")).state_dict()
+        file = folder / "model.safetensors"
+        old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(2)}
+        save_file(load_file(file) | old, file, {"format": "pt"})
+        assert found.model(torch.bfloat16, torch.device("cpu")).state_dict().keys() == right.keys()
+        save_file(load_file(file) | {"model.layers.0.position_ids": torch.ones(8)}, file, {"format": "pt"})
+        with pytest.raises(DataError, match="position_ids has no place in the model"):
+            found.model(torch.bfloat16, torch.device("cpu"))

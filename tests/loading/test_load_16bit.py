@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.errors import DataError
 from pronghorn.loading import load
 from pronghorn.loading.load import find_model, load_model
 from pronghorn.loading.one_by_one import load_one_by_one
@@ -52,6 +55,22 @@ def test_a_family_is_what_transformers_loads(tmp_path: Path, family: str, dtype:
     assert differences(model, right) == [], reason
 
 
+def test_what_config_json_says_of_generation_is_what_transformers_loads(tmp_path: Path) -> None:
+    """Older checkpoints have no generation_config.json."""
+    folder = saved(tiny_model("llama", **STOP), tmp_path)
+    (folder / "generation_config.json").unlink()
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**table, "temperature": 0.5, "do_sample": True}))
+    model, right, reason = both(folder, torch.bfloat16)
+    assert differences(model, right) == [], reason
+    assert model.generation_config.temperature == 0.5 and model.generation_config.do_sample
+    (folder / "generation_config.json").write_text('{"early_stopping": 3}')
+    with pytest.raises(
+        DataError, match=r"generation_config\.json can't be used .*early_stopping.*: fix it, or remove it"
+    ):
+        both(folder, torch.bfloat16)
+
+
 @pytest.mark.parametrize("kind", ["gptj", "gpt2", "bloom", "falcon", "mamba", "mpt", "rwkv"])
 def test_another_class_is_what_transformers_loads(tmp_path: Path, kind: str) -> None:
     """GPT-J computes its positions in float32, whatever its weights are; GPT-2 has weights that end like a buffer that
@@ -88,6 +107,22 @@ def test_a_repository_without_safetensors_is_left_to_transformers(
     where = "owner/model", config, None, torch.float32, torch.device("cpu"), {}, "sdpa", None
     model, reason = load_one_by_one(*where)
     assert model is None and "no safetensors" in reason
+
+
+def test_threads_load_side_by_side(tmp_path: Path) -> None:
+    """What is changed of torch's classes and defaults while a model loads is as before in the end."""
+    folder = saved(tiny_model("llama", **STOP, intermediate_size=128), tmp_path)
+    before = torch.nn.Module.register_parameter, torch.get_default_dtype()
+
+    def load_it(in_4_bits: bool) -> Any:
+        found = find_model(folder, max_seq_length=16, load_in_4bit=in_4_bits)
+        return found.model(torch.bfloat16, torch.device("cpu"))
+
+    right = {in_4_bits: load_it(in_4_bits) for in_4_bits in (False, True)}
+    with ThreadPoolExecutor(6) as threads:
+        made = list(threads.map(load_it, [False, True] * 9))
+    assert (torch.nn.Module.register_parameter, torch.get_default_dtype()) == before
+    assert not [each for number, each in enumerate(made) if differences(each, right[bool(number % 2)])]
 
 
 @pytest.mark.gpu

@@ -103,6 +103,13 @@ def test_merging_writes_the_dense_weights_with_the_adapter(tmp_path: Path, targe
         torch.testing.assert_close(whole(ids).logits, model.eval()(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_norms_stay_in_float32_where_transformers_keeps_them(tmp_path: Path) -> None:
+    mxfp4_checkpoint(tmp_path)
+    model = loaded(tmp_path, "float16")
+    wide = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32}
+    assert wide == {name for name, _ in model.named_parameters() if "norm" in name} and len(wide) == 5
+
+
 def test_a_saved_adapter_loads_over_its_packed_base(tmp_path: Path) -> None:
     mxfp4_checkpoint(tmp_path / "base")
     model = adapted(loaded(tmp_path / "base"), EXPERTS)

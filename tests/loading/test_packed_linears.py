@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -297,6 +298,21 @@ def test_tensors_that_do_not_fit_are_told(tmp_path: Path, kind: str, name: str, 
     change(tmp_path, f"{QUERY}.{name}", tensor)
     with pytest.raises(DataError, match=problem):
         loaded(tmp_path)
+
+
+def test_a_head_that_is_not_the_embeddings_is_told(tmp_path: Path) -> None:
+    """The configuration says that they are tied, and the files hold two."""
+    packed_linears(tmp_path, "rows")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    with pytest.raises(
+        DataError, match=r"lm_head\.weight is model\.embed_tokens\.weight .*: set tie_word_embeddings to f"
+    ):
+        loaded(tmp_path)
+    embeddings = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change(tmp_path, "lm_head.weight", embeddings.clone())
+    model = loaded(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_a_truncated_file_is_told(tmp_path: Path) -> None:

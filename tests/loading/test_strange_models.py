@@ -299,6 +299,26 @@ def test_a_broken_index_is_an_error(model: Path, text: str) -> None:
         load(model)
 
 
+def test_a_tensor_that_two_files_hold(model: Path) -> None:
+    """transformers takes the last one, whatever the index says."""
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(model / "first.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "first.safetensors") | {"lm_head.weight": "last"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    head = weights["model.embed_tokens.weight"]
+    save_file({"lm_head.weight": head, QUERY: weights[QUERY]}, model / "last", {"format": "pt"})
+    load(model)
+    save_file({"lm_head.weight": head, QUERY: weights[QUERY] + 1}, model / "last", {"format": "pt"})
+    with pytest.raises(DataError, match=rf"first\.safetensors and .*last hold other values of {QUERY}"):
+        load(model)
+
+
+def test_a_configuration_without_end_is_an_error(model: Path) -> None:
+    (model / "config.json").write_text("[" * 100_000)
+    with pytest.raises(PronghornError, match=r"its config\.json can't be used"):
+        load(model)
+
+
 def test_a_run_is_no_model_and_the_error_says_where_its_adapter_is(adapter: Path) -> None:
     (adapter.parent / "run.json").write_text("{}")
     with pytest.raises(DataError, match=r"is a run, not a model: give .*adapter$"):

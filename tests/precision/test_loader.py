@@ -94,6 +94,21 @@ def test_a_tensor_that_only_the_index_names_is_named(tmp_path: Path) -> None:
         next(checkpoint(tmp_path))
 
 
+def test_an_index_may_name_a_tied_weight_that_the_converter_left_out(tmp_path: Path) -> None:
+    """The hub's converter to safetensors keeps the index of the pickled files, and names what it left out in the
+    file's metadata."""
+    file = sharded(tmp_path) / "model-00002-of-00003.safetensors"
+    save_file({"kept": WEIGHTS["a"]}, file, {"format": "pt", "a": "kept"})
+    assert [name for name, _ in load(checkpoint(tmp_path))] == ["c", "kept", "b"]  # though no index names it
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    (sharded(tmp_path) / "model-00002-of-00003.safetensors").chmod(0)
+    with pytest.raises(DataError, match=r"00002-of-00003\.safetensors: not a whole safetensors file .*denied"):
+        next(checkpoint(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("expected", "message"),
     [

@@ -24,7 +24,7 @@ from pronghorn.export.licences import copy_licences
 from pronghorn.kernels.quantise import DTYPE, weight_scales
 from pronghorn.loading.load import find_model
 from pronghorn.loading.packed_checkpoint import METADATA, quantisation_of
-from pronghorn.loading.skeleton import tied_names, without_weights
+from pronghorn.loading.skeleton import check_tied, tied_names, without_weights
 from pronghorn.models.families import has_experts
 from pronghorn.precision.loader import checkpoint, load
 
@@ -73,6 +73,7 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
     model = without_weights(config, config.dtype, None)
     head = model.get_output_embeddings()
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    check_tied(model, checkpoint(path))
     tied = tied_names(model)
     expected = {name: each.to("meta") for name, each in model.state_dict().items() if name not in tied}
     tensors = load(checkpoint(path), rename=lambda name: None if name in tied else name, expected=expected)

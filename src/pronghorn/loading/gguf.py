@@ -24,12 +24,15 @@ from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.loading.gguf_tokenizer import load_tokenizer
 from pronghorn.loading.limits import check_layers, check_range, check_sizes, check_values
 from pronghorn.loading.skeleton import without_weights
+from pronghorn.loading.weights import NOT_LOADED
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import StoredTensor, checkpoint, load, open_gguf
+from pronghorn.text import clip
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 """`general.architecture` of dense families; Mistral's files call themselves llama."""
 
+_REMEDY = "use the model's safetensors checkpoint"
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
 _ROPE = re.compile(r"^rope_freqs|\.attn_rot_embd\.")
 """Tensors that are RoPE's and no weights."""
@@ -133,16 +136,15 @@ def _check(header: GgufHeader) -> None:
             "download it again",
         )
     if header.of_model("expert_count"):
-        raise UnsupportedError(
-            f"{header.path.name}: a mixture of {header.of_model('expert_count')} experts",
-            "use the model's safetensors checkpoint",
-        )
+        raise UnsupportedError(f"{header.path.name}: a mixture of {header.of_model('expert_count')} experts", _REMEDY)
     scaling = header.of_model("rope.scaling.type")
+    factor = header.of_model("rope.scaling.factor") or header.of_model("rope.scale_linear")  # the older name
+    if scaling is None and factor not in (None, 0, 1):
+        scaling = "linear"  # as llama.cpp takes it
     if scaling not in (None, "none"):
-        raise UnsupportedError(
-            f"{header.path.name}: RoPE scaling {scaling!r}, which is lost in loading",
-            "use the model's safetensors checkpoint",
-        )
+        raise UnsupportedError(f"{header.path.name}: RoPE scaling {scaling!r}, which is lost in loading", _REMEDY)
+    if header.of_model("attention.causal") is False:
+        raise UnsupportedError(f"{header.path.name}: attention in both directions, no causal language model", _REMEDY)
 
 
 def reads(path: Path) -> bool:
@@ -157,14 +159,25 @@ def reads(path: Path) -> bool:
 def _config(header: GgufHeader) -> Any:
     """Read the model's configuration from the file's metadata."""
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     path = header.path
-    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    head_dim = header.of_model("attention.key_length")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        if head_dim is not None:
+            config.head_dim = int(head_dim)
+    except (*NOT_LOADED, StrictDataclassError) as error:
+        reason = clip(" ".join(str(error).split()), 300)
+        raise DataError(f"{path.name}: its metadata make no configuration ({reason})", "download it again") from error
     check_sizes(path, config.to_dict())
     check_values(path, config)
-    head_dim = header.of_model("attention.key_length")
-    if head_dim is not None:
-        config.head_dim = int(head_dim)
+    turned = header.of_model("rope.dimension_count")
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if turned not in (None, width):
+        raise UnsupportedError(
+            f"{path.name}: RoPE of {turned} of a head's {width} numbers, which is lost in loading", _REMEDY
+        )
     for field, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
         if hasattr(config, field) and tensor in header.tensors:  # the metadata doesn't say it
             setattr(config, field, True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.generic import text_config
@@ -18,7 +19,7 @@ from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_checkpoint import method_of
 from pronghorn.loading.stored_4bit import check_4bit
 from pronghorn.models.adapter_files import CLASSIFIES
-from pronghorn.models.families import check_config
+from pronghorn.models.families import check_config, has_experts
 from pronghorn.precision.loader import PLAIN, StoredTensor, checkpoint
 
 LIMITS = {
@@ -43,6 +44,7 @@ _NEEDED = (
 """Sizes of which 0 is damage, too: something is divided by them, or nothing fits."""
 _OF_EACH_LAYER = ("intermediate_size", "moe_intermediate_size")
 """Sizes that may be a list (Gemma 3n)."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _REMEDY = "copy or download the model again: configuration and weights must be of one model"
@@ -90,8 +92,8 @@ def check_values(name: str | Path, config: Any) -> None:
     """Refuse values in a configuration that transformers would only stumble over in building the model, or ignore.
 
     Raises:
-        DataError: an unknown activation or kind of RoPE, numbers with which no hidden state would be right, or a stop
-            or padding token outside the vocabulary.
+        DataError: an unknown activation or kind of RoPE, numbers with which no hidden state would be right, more
+            experts a token than there are, or a stop or padding token outside the vocabulary.
         UnsupportedError: a classifier, whose head a causal language model has no place for.
     """
     from transformers.activations import ACT2FN
@@ -124,6 +126,10 @@ def check_values(name: str | Path, config: Any) -> None:
                 f"fix config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
             )
         _check_rope(name, config, kind)
+    counts = [count for field in _EXPERTS if isinstance(count := getattr(text, field, None), int) and count > 1]
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if counts and has_experts(config) and isinstance(chosen, int) and not 1 <= chosen <= counts[0]:
+        raise DataError(f"{name}: num_experts_per_tok {chosen} of {counts[0]:,} experts", "fix config.json")
     _check_stops(name, getattr(config, "eos_token_id", None), text.vocab_size, "fix config.json")
     pad = getattr(text, "pad_token_id", None)  # torch counts negative ones from the end
     if isinstance(pad, int) and not -text.vocab_size <= pad < text.vocab_size:
@@ -200,6 +206,14 @@ def _check_stored(
     folder: Path, files: list[Path], stored: list[StoredTensor], config: Any, composite: Composite | None
 ) -> None:
     """Refuse tensors that transformers would leave out or read as other numbers."""
+    first: dict[str, StoredTensor] = {}
+    for tensor in stored:
+        other = first.setdefault(tensor.name, tensor)
+        if other is not tensor and not torch.equal(_again(other), _again(tensor)):
+            raise DataError(
+                f"{other.origin} and {tensor.origin} hold other values of {tensor.name}",
+                "download or save the checkpoint again, into an empty folder",
+            )
     for tensor in stored:
         if (found := _WRAPPED.search(tensor.name)) is not None:
             raise DataError(
@@ -223,6 +237,12 @@ def _check_stored(
                 "remove quantization_config from it; load_in_4bit=True (model.load_in_4bit) quantises plain weights",
             )
         check_4bit(files)
+
+
+def _again(stored: StoredTensor) -> Tensor:
+    """Read the bytes of a tensor whose file was closed."""
+    found = next(tensor.read() for tensor in checkpoint(Path(stored.origin)) if tensor.name == stored.name)
+    return found.flatten().view(torch.uint8)
 
 
 def check_layers(where: str | Path, key: str, said: int, tensors: Any, layer: re.Pattern[str]) -> None:

@@ -19,6 +19,7 @@ from pronghorn.loading.new_tokens import grow_embeddings
 from pronghorn.loading.one_by_one import load_one_by_one
 from pronghorn.loading.packed_checkpoint import beside_config, format_of, load_packed
 from pronghorn.loading.share import SharedLoading
+from pronghorn.loading.skeleton import LOADING
 from pronghorn.loading.weights import bitsandbytes_config, check_quantised, prepare_4bit, whole_model, with_dtype
 from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
 from pronghorn.models.families import check_config
@@ -143,7 +144,7 @@ class FoundModel:
                 grow_embeddings(base, tokenizer, exactly=rows)  # trained with new tokens
             _stop_at(base, tokenizer.eos_token_id)
             return with_adapter(base, self.name)
-        with room_for(self.name):
+        with room_for(self.name), LOADING:
             model = self._whole_base(dtype, device, share)
         if self.composite is not None:
             model.composite = self.composite  # plain attributes, never saved: saving goes back to the checkpoint
@@ -313,7 +314,7 @@ def _config(name: str | Path, hub: dict[str, Any]) -> Any:
         return config
     except PronghornError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, StrictDataclassError) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         if isinstance(error, OSError) and not isinstance(name, Path):
             reason = reason.split(". ")[0].split(", and couldn't")[0].replace("Repo id must use", "names have only")

@@ -10,7 +10,6 @@ what they look for. The device never holds more than the model, or this process'
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from pronghorn.loading.joined import Joining, Names, Part, parts_of
 from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_checkpoint import fetched, language_source, read_generation_config
 from pronghorn.loading.share import SharedLoading
-from pronghorn.loading.skeleton import fill, tied_names, without_weights
+from pronghorn.loading.skeleton import fill, stays_wide, tied_names, without_weights
 from pronghorn.loading.weights import NOT_LOADED
 
 
@@ -40,12 +39,8 @@ class Skeleton:
     ) -> None:
         model = without_weights(config, dtype, attention)
         self.model, self.device, tied = model, device, tied_names(model)
-        self.expected: dict[str, Tensor] = {
-            name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied
-        }
-        for pattern, kept in model._get_dtype_plan(dtype).items():  # what stays in float32, as transformers names it
-            found = [name for name in self.expected if re.search(pattern.replace("*", ".*"), name)]
-            self.expected |= {name: self.expected[name].to(kept) for name in found}
+        weights = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied}
+        self.expected = stays_wide(model, dtype, weights)
         self.names: Names
         self.parts: dict[str, Part] = {}
         self._quantizer: Any = None
@@ -151,5 +146,5 @@ def load_one_by_one(
         return None, reason
     model = skeleton.fill(language_source(folder, composite), share)
     model.name_or_path = str(name)
-    read_generation_config(model, folder)
+    read_generation_config(model, folder, composite)
     return model, ""

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from pronghorn.errors import DataError
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.loading.composite import Composite
+from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
 from pronghorn.loading.share import SharedLoading
-from pronghorn.loading.skeleton import fill, put, tied_names, without_weights
+from pronghorn.loading.skeleton import check_tied, fill, put, stays_wide, tied_names, without_weights
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import StoredTensor, checkpoint, json_value
+from pronghorn.text import clip
 
 METADATA = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of a hub's repository that loading reads beside weights; folders below it hold other formats."""
@@ -77,6 +79,8 @@ class PackedSkeleton:
     """The model of a packed checkpoint, its weights on the meta device until `fill`, buffers on the CPU."""
 
     model: Any
+    dtype: torch.dtype
+    """Of the weights that aren't packed."""
     parts: dict[str, tuple[str, int]]
     """(parameter, number of its part) by the part's name in the checkpoint."""
 
@@ -88,12 +92,13 @@ class PackedSkeleton:
         plain = type(config).from_dict(config.to_dict())
         del plain.quantization_config
         plain._name_or_path = config._name_or_path
-        model = without_weights(plain, dtype or config.dtype or torch.bfloat16, check_config(plain).load_attention)
+        dtype = dtype or config.dtype or torch.bfloat16
+        model = without_weights(plain, dtype, check_config(plain).load_attention)
         parts: dict[str, tuple[str, int]] = {}
         for name, packed, names in packed_parameters(form, model, stored):
             put(model, name, nn.Parameter(packed, requires_grad=False))
             parts |= {part: (name, number) for part, number in names.items()}
-        return cls(model, parts)
+        return cls(model, dtype, parts)
 
     def expected(self) -> dict[str, Tensor]:
         """Return a tensor on the meta device for every tensor that a checkpoint must have, by its name there."""
@@ -103,6 +108,7 @@ class PackedSkeleton:
             for name, tensor in self.model.state_dict().items()
             if not isinstance(tensor, PackedTensor) and name not in tied
         }
+        plain = stays_wide(self.model, self.dtype, plain)
         return plain | {
             part: self.model.get_parameter(name).parts[number] for part, (name, number) in self.parts.items()
         }
@@ -113,7 +119,8 @@ class PackedSkeleton:
         waiting: dict[str, dict[int, Tensor]] = {}
 
         def rename(key: str) -> str | None:
-            return None if key in tied or key.endswith(NOT_READ) else key
+            left_out = key not in expected and is_left_out(self.model, self.model.config, key)
+            return None if key in tied or left_out or key.endswith(NOT_READ) else key
 
         def join(key: str, tensor: Tensor) -> Tensor | None:
             """Return a packed parameter when the last of its parts has come, None before."""
@@ -152,8 +159,9 @@ def load_packed(
     """
     skeleton = PackedSkeleton.of(config, dtype)  # a format that isn't served is told before anything is fetched
     folder = fetched(name, hub)
+    check_tied(skeleton.model, language_source(folder, composite))
     model = skeleton.fill(language_source(folder, composite), device, share)
-    read_generation_config(model, folder)
+    read_generation_config(model, folder, composite)
     return model
 
 
@@ -203,9 +211,22 @@ def fetched(name: str | Path, hub: dict[str, Any]) -> Path:
         raise DataError(f"model {name} can't be had from the hub ({error})", "check the name and connection") from error
 
 
-def read_generation_config(model: Any, folder: Path) -> None:
-    """Give a model the generation_config.json of its folder, if there is one."""
+def read_generation_config(model: Any, folder: Path, composite: Composite | None = None) -> None:
+    """Give a model the generation_config.json of its folder or, as transformers does, what a language model's
+    config.json says of generation.
+
+    Raises:
+        DataError: it holds a value that transformers doesn't take.
+    """
     from transformers import GenerationConfig
 
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    file = folder / "generation_config.json"
+    options: dict[str, Any] = {}
+    if not file.is_file() and composite is None and model.can_generate():
+        file, options = folder / "config.json", {"_from_model_config": True}
+    if not file.is_file():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(folder, file.name, **options)
+    except (OSError, TypeError, ValueError) as error:
+        raise DataError(f"{file} can't be used ({clip(str(error), 300)})", "fix it, or remove it") from error

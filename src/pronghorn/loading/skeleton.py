@@ -5,15 +5,22 @@ A device never holds more than the model, or this process's part of it, and one 
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pronghorn.errors import DataError
 from pronghorn.loading.share import SharedLoading
 from pronghorn.loading.staging import Staging
 from pronghorn.precision.loader import StoredTensor, load
+
+LOADING = threading.RLock()
+"""Held while a model is made or loaded: accelerate and transformers change classes and torch's defaults meanwhile. What
+two threads change side by side would stay, and every later model be without weights."""
 
 
 def without_weights(config: Any, dtype: torch.dtype, attention: str | None) -> Any:
@@ -21,7 +28,7 @@ def without_weights(config: Any, dtype: torch.dtype, attention: str | None) -> A
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    with init_empty_weights(include_buffers=False):
+    with LOADING, init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
@@ -44,6 +51,32 @@ def tied_names(model: Any) -> set[str]:
     """Return the names of parameters that are others, too, and may be in a checkpoint or not."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return set(tied) if getattr(model.config, "tie_word_embeddings", False) else set()
+
+
+def check_tied(model: Any, source: Iterable[StoredTensor]) -> None:
+    """Refuse a checkpoint that holds a weight of its own where its configuration says that it is another one, too.
+
+    Raises:
+        DataError: names both.
+    """
+    tied = {name: model.all_tied_weights_keys[name] for name in tied_names(model)}
+    ends = {*tied, *tied.values()}
+    held = {stored.name: stored.read().clone() for stored in source if stored.name in ends} if tied else {}
+    for name, other in tied.items():
+        if name in held and other in held and not torch.equal(held[name], held[other]):
+            raise DataError(
+                f"config.json says that {name} is {other} (tie_word_embeddings), and the weights hold two",
+                "set tie_word_embeddings to false in config.json",
+            )
+
+
+def stays_wide(model: Any, dtype: torch.dtype, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights on the meta device, in float32 those that transformers keeps so in a model of that dtype."""
+    made = dict(weights)
+    for pattern, kept in model._get_dtype_plan(dtype).items():
+        found = [name for name in made if re.search(pattern.replace("*", ".*"), name)]
+        made |= {name: made[name].to(kept) for name in found}
+    return made
 
 
 def fill(

@@ -78,6 +78,9 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
             f"({', '.join(extra[:3])} ...)",
             remedy,
         )
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if model._tied_weights_keys and head is not None and head is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False  # whatever it says: files with both have two, and merging asks it
     return keep_packed_4bit_layout(model)
 
 
@@ -103,9 +106,7 @@ def _language_model(
             tensors[inside] = files[stored.origin].get_slice(stored.name)
         model, info = kinds[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
     model.name_or_path = model.config._name_or_path = str(name)
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        model.config.tie_word_embeddings = False  # whatever it says: files with both have two
-    read_generation_config(model, folder)
+    read_generation_config(model, folder, composite)
     return model, info
 
 

@@ -151,15 +151,17 @@ def _safetensors(files: list[Path], path: Path) -> Iterator[StoredTensor]:
     parts: dict[str, str] = json_value(index, "weight_map") if indexed else {}
     for file in files if indexed else []:
         with safe_open(file, "pt") as opened:
-            lost = {name for name, part in parts.items() if path / part == file} - set(opened.keys())
+            # the hub's converter leaves tied weights out, and names them in the file's metadata
+            held = {*opened.keys(), *(opened.metadata() or ())}
+            lost = {name for name, part in parts.items() if path / part == file} - held
         if lost:
             raise DataError(f"{index} names {min(lost)}, which {file} lacks", "copy, download or save it again")
     for file in files:
         offsets = _offsets(file)
         with safe_open(file, "pt") as opened:
             for name in opened.offset_keys():
-                if indexed and path / parts.get(name, "") != file:
-                    continue  # an old part's
+                if name in parts and path / parts[name] != file:
+                    continue  # the index has it elsewhere; `check_weights_fit` compares both
                 part = opened.get_slice(name)
                 shape, dtype = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
                 if dtype is None:
@@ -284,7 +286,11 @@ def _check_file(file: Path) -> None:
         with safe_open(file, "pt"):
             pass  # opening compares the header with the file's size
     except (SafetensorError, OSError) as error:
-        with file.open("rb") as opened:
-            pointer = opened.read(22) == b"version https://git-lf"
+        pointer, reason = False, error
+        try:
+            with file.open("rb") as opened:
+                pointer = opened.read(22) == b"version https://git-lf"
+        except OSError as denied:  # safetensors says that it isn't there
+            reason = denied
         remedy = "that is a pointer of Git LFS: git lfs pull gets the file" if pointer else "copy or download it again"
-        raise DataError(f"{file}: not a whole safetensors file ({error})", remedy) from error
+        raise DataError(f"{file}: not a whole safetensors file ({reason})", remedy) from error
