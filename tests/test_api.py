@@ -735,7 +735,7 @@ def test_what_is_active_is_merged_and_nothing_else(stories: Path, tmp_path: Path
     ("options", "message"),
     [
         ({"lora_bias": True, "target_modules": ["q_proj"]}, "has a bias of its own, and the linear has none"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, r"model\.embed_tokens is not LoRA on a linear"),
+        ({"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}, r"model\.embed_tokens is DoraEmbedding"),
     ],
 )
 def test_adapters_that_are_more_than_lora_are_not_merged(
