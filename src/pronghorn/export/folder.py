@@ -20,7 +20,7 @@ _NAMED: ContextVar[tuple[Path, Path] | None] = ContextVar("_NAMED", default=None
 
 def refuse_filled(target: Path) -> None:
     """Refuse to write a folder where something is (ConfigError)."""
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if os.path.exists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} already exists", "choose another folder or delete it")
 
 
@@ -92,6 +92,8 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
         return False
     if state.is_full(error):
         return True
-    made = next(path for path in (folder, *folder.absolute().parents) if path.exists())  # it may not have come so far
+    made = next(
+        path for path in (folder, *folder.absolute().parents) if os.path.exists(path)
+    )  # it may not have come so far
     tells_nothing = isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno is None)
     return tells_nothing and shutil.disk_usage(made).free < 2**20
