@@ -89,6 +89,7 @@ def adapted(folder: Path, **lora: Any) -> Any:
         {},
         {"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"},
         {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["norm", "layers.1.mlp"]},  # a tower has both names
         {"target_modules": ["q_proj", "layers.1.mlp.down_proj"]},
         {"alpha_pattern": {r"^model\.layers\.1\.self_attn\.q_proj": 64}},
         {"rank_pattern": {"model.layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"q_proj": 64}},
@@ -106,6 +107,18 @@ def test_an_adapter_applies_to_the_whole_model_in_plain_peft(
     torch.testing.assert_close(logits(whole), logits(model), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(logits(whole), before, atol=1e-3)
     assert not [name for name, _ in whole.named_parameters() if "lora" in name and "vision" in name]
+
+
+def test_each_of_several_adapters_is_saved_with_its_own_linears(gemma3: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    model = adapted(gemma3, target_modules=["q_proj", "down_proj"])
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+    model.set_adapter("other")
+    right = logits(moved(model))
+    model.save_pretrained(tmp_path / "adapters")
+    again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "adapters/other"), max_seq_length=64, dtype="float32")
+    assert torch.equal(logits(again), right)
 
 
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -203,7 +216,14 @@ def test_an_adapter_of_a_tower_is_refused_by_name(gemma3: Path, tmp_path: Path) 
         load_model(tmp_path / "adapter", max_seq_length=64, dtype="float32")
 
 
-@pytest.mark.parametrize("lora", [{}, {"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"}])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"},
+        {"modules_to_save": ["norm", "layers.1.mlp"]},
+    ],
+)
 def test_an_adapter_loads_again(lora: dict[str, Any], gemma3: Path, tmp_path: Path) -> None:
     model = adapted(gemma3, **lora)
     model.save_pretrained(tmp_path / "adapter")
