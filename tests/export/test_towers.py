@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, ProcessorMixin
 
 from pronghorn import FastLanguageModel
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
@@ -278,6 +278,19 @@ def test_a_merged_model_is_the_whole_one_with_its_towers(kind: str, shards: str,
     before, after = (logits_of_whole(plain(folder), TOKENS) for folder in (base, target))
     torch.testing.assert_close(after, logits(model), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(after, before, atol=1e-3)
+
+
+def test_the_template_of_the_training_is_the_processor_s_too(gemma3: Path, tmp_path: Path) -> None:
+    """A processor, and so a server, prefers the older places of a template."""
+    (gemma3 / "chat_template.json").write_text('{"chat_template": "old"}')
+    (gemma3 / "processor_config.json").write_text('{"processor_class": "Gemma3Processor", "chat_template": "old"}')
+    model, tokenizer = FastLanguageModel.from_pretrained(str(gemma3), max_seq_length=64, dtype="float32")
+    save_merged(model, tokenizer, tmp_path / "without")
+    assert ProcessorMixin.get_processor_dict(tmp_path / "without")[0]["chat_template"] == "old"
+    tokenizer.chat_template = "new"
+    save_merged(model, tokenizer, tmp_path / "merged")
+    told = ProcessorMixin.get_processor_dict(tmp_path / "merged")[0]
+    assert told["chat_template"] == "new" and told["processor_class"] == "Gemma3Processor"
 
 
 def test_merging_in_16_bits_says_so_and_keeps_the_towers_bytes(gemma3: Path, tmp_path: Path) -> None:

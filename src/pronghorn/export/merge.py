@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
-from pronghorn.export.folder import refuse_filled, whole_folder
+from pronghorn.export.folder import refuse_filled, save_tokenizer, whole_folder
 from pronghorn.export.licences import copy_licences
 from pronghorn.export.merged_weights import check_merges, dense_weight, merged_bias, merged_experts, merged_linear
 from pronghorn.export.original import Original, composite_of
@@ -81,7 +81,7 @@ def save_merged(
     with whole_folder(target) as writing:
         write_model(base, dtype, writing, max_shard_size)
         if tokenizer is not None:
-            tokenizer.save_pretrained(writing)
+            save_tokenizer(tokenizer, writing)
         _check(model, writing, dtype)
     return target
 
