@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import shutil
@@ -735,7 +736,7 @@ def test_what_is_active_is_merged_and_nothing_else(stories: Path, tmp_path: Path
     ("options", "message"),
     [
         ({"lora_bias": True, "target_modules": ["q_proj"]}, "has a bias of its own, and the linear has none"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, r"model\.embed_tokens is not LoRA on a linear"),
+        ({"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}, r"model\.embed_tokens is DoraEmbedding"),
     ],
 )
 def test_adapters_that_are_more_than_lora_are_not_merged(
@@ -815,6 +816,16 @@ def test_the_adapter_alone_is_saved_by_its_method(stories: Path, tmp_path: Path)
     saved = model.save_pretrained_merged(tmp_path / "adapter", tokenizer, save_method="lora")
     assert not (saved / "model.safetensors").exists()
     assert torch.equal(logits(load(saved)[0]), logits(model))
+
+
+def test_a_full_disk_under_an_adapter_is_told(stories: Path, tmp_path: Path) -> None:
+    def fails(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = FastLanguageModel.get_peft_model(load(stories)[0], r=2)
+    model.save_pretrained = fails
+    with pytest.raises(TrainingError, match=r"the disk of .*adapter is full: free some space"):
+        model.save_pretrained_merged(tmp_path / "adapter", save_method="lora")
 
 
 def test_an_adapter_that_peft_put_around_the_loaded_model_is_not_saved_as_a_base(stories: Path, tmp_path: Path) -> None:

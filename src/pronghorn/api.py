@@ -16,7 +16,7 @@ import torch
 
 from pronghorn.compute_names import ComputeName
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.export.folder import refuse_filled, whole_folder
+from pronghorn.export.folder import full_disk, refuse_filled, whole_folder
 from pronghorn.export.gguf import check_quantisations, left_out, read_tokenizer, write_gguf
 from pronghorn.export.hub import push_folder
 from pronghorn.export.licences import copy_licences
@@ -266,9 +266,10 @@ class FastLanguageModel:
                     "save_method 'lora' of a model that PEFT wrapped after it was loaded",
                     "trainer.model.save_pretrained(FOLDER), with the model that PEFT returned",
                 )
-            model.save_pretrained(save_directory)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(save_directory)
+            with full_disk(Path(save_directory)):
+                model.save_pretrained(save_directory)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(save_directory)
             return Path(save_directory)
         if save_method != "merged_16bit":
             raise UnsupportedError(

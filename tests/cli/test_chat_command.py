@@ -108,6 +108,9 @@ def test_folders_that_are_no_finished_run(tmp_path: Path) -> None:
         assert result.exit_code == 1 and message in result.stderr and "remedy: " in result.stderr
     (tmp_path / "journal.json").unlink()
     assert "run.json does not exist" in ask(tmp_path, "").stderr
+    (tmp_path / "model-q8_0.gguf").touch()
+    told = " ".join(ask(tmp_path, "").stderr.split())
+    assert "but an export's" in told and "give the GGUF file in it" in told and "model-q8_0.gguf" in told
 
 
 def model_folder(folder: Path, stories: Path, **changes: Any) -> Path:

@@ -71,8 +71,10 @@ def test_a_server_that_leaves_the_adapter_out_is_caught(answering_run: Path, tmp
 def test_a_server_that_does_not_start_is_told(answering_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ServerError, match=r"vLLM doesn't serve .*: No module named vllm"):
         export_run(answering_run, "merged", tmp_path / "out", "q8_0", vllm=python(tmp_path, "fails"))
+    said: list[str] = []
     with pytest.raises(ConfigError, match="is not an interpreter"):
-        export_run(answering_run, "merged", tmp_path / "out", "q8_0", vllm=tmp_path / "none")
+        export_run(answering_run, "merged", tmp_path / "out", "q8_0", said.append, vllm=tmp_path / "none")
+    assert not said, "told before anything is loaded"
     assert not (tmp_path / "out").exists()
 
 

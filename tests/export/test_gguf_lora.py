@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,19 @@ def test_an_adapter_of_embeddings_is_refused(tmp_path: Path) -> None:
     model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
     with pytest.raises(UnsupportedError, match=r"adapter of model.embed_tokens can't be written"):
         write_gguf_lora(model, tmp_path / "adapter.gguf")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_of_a_tied_head_is_refused(tmp_path: Path, tied: bool) -> None:
+    """The base's file has the embeddings alone then, and llama.cpp refuses the whole adapter."""
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_model("llama", tie_word_embeddings=tied)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    refused = pytest.raises(UnsupportedError, match=r"adapter of lm_head has no place in llama\.cpp: the head is tied")
+    with refused if tied else contextlib.nullcontext():
+        written = gguf.GGUFReader(write_gguf_lora(model, tmp_path / "adapter.gguf")).tensors
+        assert "output.weight.lora_a" in {tensor.name for tensor in written}
 
 
 def test_the_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

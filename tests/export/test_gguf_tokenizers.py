@@ -167,6 +167,20 @@ def test_a_space_before_text_is_written_where_conversations_have_it(
                 assert told == tokenizer(text)["input_ids"], text
 
 
+@pytest.mark.parametrize("differs", [{"rstrip": True}, {"lstrip": True}, {"normalized": True}, {}])
+def test_added_tokens_that_are_found_otherwise_in_the_file_are_told(
+    stories: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, differs: dict[str, bool]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tokenizer.add_tokens([AddedToken("<new>", **{"normalized": False, **differs})])
+    file = write_gguf(saved(tokenizer, tmp_path), tmp_path / "model.gguf", "f32")
+    assert ("text with '<new>' may be other tokens there" in caplog.text) == bool(differs)
+    for beside in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / beside).unlink()
+    _, again = load_gguf(file, torch.float32)
+    assert (again("a <new> b")["input_ids"] == tokenizer("a <new> b")["input_ids"]) == (not differs)
+
+
 def test_added_tokens_beyond_the_embeddings_are_left_out_and_others_refused(tmp_path: Path) -> None:
     """Gemma 3 1B's tokenizer has a token of images, which the model has no row for."""
     tokenizer = byte_level("llama-bpe")

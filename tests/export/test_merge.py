@@ -133,6 +133,36 @@ def test_what_a_plain_linear_can_hold_is_merged(tmp_path: Path, kind: str) -> No
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "targets", "more"),
+    [
+        ("gemma3_text", ["embed_tokens", "q_proj"], {}),  # scaled
+        ("gemma3_text", ["embed_tokens", "lm_head"], {"bias": "all"}),
+        ("gpt2", ["c_attn", "c_proj", "c_fc"], {"lora_bias": True}),
+        ("gpt2", ["c_attn", "c_proj", "c_fc"], {"use_dora": True}),
+        ("gpt2", ["wte", "wpe"], {"use_rslora": True}),
+    ],
+)
+def test_adapters_of_embeddings_and_of_transposed_linears_are_merged(
+    tmp_path: Path, model_type: str, targets: list[str], more: dict[str, Any]
+) -> None:
+    """The head is tied to the embedding that has an adapter, and stays as it is."""
+    model = spread(get_peft_model(tiny(model_type), LoraConfig(r=4, target_modules=targets, **more))).eval()
+    assert model.config.tie_word_embeddings
+    merged = AutoModelForCausalLM.from_pretrained(save_merged(model, None, tmp_path / "it", dtype=torch.float32))
+    ids = torch.arange(3, 20)[None]
+    with model.disable_adapter():
+        assert (merged(ids).logits - model(ids).logits).abs().max() > 0.1
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_dora_of_embeddings_is_refused_by_name(tmp_path: Path) -> None:
+    """PEFT leaves out the embedding's own scale there, as no plain model does."""
+    lora = LoraConfig(r=4, target_modules=["embed_tokens"], use_dora=True)
+    with pytest.raises(UnsupportedError, match="embed_tokens is DoraEmbedding, more than W"):
+        save_merged(get_peft_model(tiny_model("gemma3_text"), lora), None, tmp_path / "it")
+
+
 @pytest.mark.parametrize("name", ["kasa", "bdlora"])
 def test_variants_of_lora_that_are_more_than_a_sum_are_refused_by_name(tmp_path: Path, name: str) -> None:
     made = getattr(peft, "KasaConfig" if name == "kasa" else "BdLoraConfig", None)

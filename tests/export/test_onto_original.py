@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -19,7 +19,7 @@ from pronghorn.diagnose import export_run as export_run_module
 from pronghorn.diagnose.export_run import export_run
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError
-from pronghorn.export.onto_original import ONTO, Apart, adapter_on_original, distances
+from pronghorn.export.onto_original import ONTO, Apart, adapter_on_original, distances, merged_in_place
 from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run as train_run
 from support.tiny import tiny_model
@@ -88,6 +88,22 @@ def test_both_bases_are_measured_and_the_nearer_is_taken(
     monkeypatch.setattr(export_run_module, "distances", lambda *arguments: near)
     assert ONTO["original"] in export_run(run, "merged", None, "q8_0").notes[0].partition("Taken:")[2]
     assert (run / "merged" / weights).read_bytes() == (tmp_path / "original" / weights).read_bytes()
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["q_proj"]])
+def test_a_tied_head_and_its_embedding_are_merged_apart(targets: list[str]) -> None:
+    """What is measured: of two names of one weight, only one had its adapter."""
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_model("gemma3_text"), LoraConfig(r=4, target_modules=targets)).eval()
+    assert model.config.tie_word_embeddings
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+        right, merged = model(ids).logits, merged_in_place(model, torch.float32)
+        torch.testing.assert_close(merged(ids).logits, right, rtol=1e-4, atol=1e-4)
+    assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == (targets == ["q_proj"])
 
 
 def test_an_adapter_alone_is_merged_onto_nothing(tmp_path: Path) -> None:

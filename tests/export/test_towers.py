@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, ProcessorMixin
 
 from pronghorn import FastLanguageModel
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
@@ -89,6 +89,7 @@ def adapted(folder: Path, **lora: Any) -> Any:
         {},
         {"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"},
         {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["norm", "layers.1.mlp"]},  # a tower has both names
         {"target_modules": ["q_proj", "layers.1.mlp.down_proj"]},
         {"alpha_pattern": {r"^model\.layers\.1\.self_attn\.q_proj": 64}},
         {"rank_pattern": {"model.layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"q_proj": 64}},
@@ -106,6 +107,18 @@ def test_an_adapter_applies_to_the_whole_model_in_plain_peft(
     torch.testing.assert_close(logits(whole), logits(model), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(logits(whole), before, atol=1e-3)
     assert not [name for name, _ in whole.named_parameters() if "lora" in name and "vision" in name]
+
+
+def test_each_of_several_adapters_is_saved_with_its_own_linears(gemma3: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    model = adapted(gemma3, target_modules=["q_proj", "down_proj"])
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+    model.set_adapter("other")
+    right = logits(moved(model))
+    model.save_pretrained(tmp_path / "adapters")
+    again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "adapters/other"), max_seq_length=64, dtype="float32")
+    assert torch.equal(logits(again), right)
 
 
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -203,7 +216,14 @@ def test_an_adapter_of_a_tower_is_refused_by_name(gemma3: Path, tmp_path: Path) 
         load_model(tmp_path / "adapter", max_seq_length=64, dtype="float32")
 
 
-@pytest.mark.parametrize("lora", [{}, {"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"}])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"},
+        {"modules_to_save": ["norm", "layers.1.mlp"]},
+    ],
+)
 def test_an_adapter_loads_again(lora: dict[str, Any], gemma3: Path, tmp_path: Path) -> None:
     model = adapted(gemma3, **lora)
     model.save_pretrained(tmp_path / "adapter")
@@ -258,6 +278,19 @@ def test_a_merged_model_is_the_whole_one_with_its_towers(kind: str, shards: str,
     before, after = (logits_of_whole(plain(folder), TOKENS) for folder in (base, target))
     torch.testing.assert_close(after, logits(model), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(after, before, atol=1e-3)
+
+
+def test_the_template_of_the_training_is_the_processor_s_too(gemma3: Path, tmp_path: Path) -> None:
+    """A processor, and so a server, prefers the older places of a template."""
+    (gemma3 / "chat_template.json").write_text('{"chat_template": "old"}')
+    (gemma3 / "processor_config.json").write_text('{"processor_class": "Gemma3Processor", "chat_template": "old"}')
+    model, tokenizer = FastLanguageModel.from_pretrained(str(gemma3), max_seq_length=64, dtype="float32")
+    save_merged(model, tokenizer, tmp_path / "without")
+    assert ProcessorMixin.get_processor_dict(tmp_path / "without")[0]["chat_template"] == "old"
+    tokenizer.chat_template = "new"
+    save_merged(model, tokenizer, tmp_path / "merged")
+    told = ProcessorMixin.get_processor_dict(tmp_path / "merged")[0]
+    assert told["chat_template"] == "new" and told["processor_class"] == "Gemma3Processor"
 
 
 def test_merging_in_16_bits_says_so_and_keeps_the_towers_bytes(gemma3: Path, tmp_path: Path) -> None:

@@ -368,6 +368,8 @@ def test_what_cannot_be_exported(stories: Path, tmp_path: Path) -> None:
         export_run(stories, "onnx", tmp_path / "out", "q8_0")
     with pytest.raises(ConfigError, match=r"the run has no adapter.*use --to merged"):
         export_run(stories, "adapter", tmp_path / "out", "q8_0")
+    with pytest.raises(TrainingError, match=r"can't be written \(File name too long\): fix the path"):
+        export_run(stories, "merged", tmp_path / ("x" * 300), "q8_0")
     assert not list(tmp_path.iterdir())
     assert all(name in CliRunner().invoke(app, ["export", "--help"]).output for name in FORMATS)
 

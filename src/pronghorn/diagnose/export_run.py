@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shlex
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from pronghorn.export.comparison import Comparison
 from pronghorn.export.engine import Engine, Reference
 from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
-from pronghorn.export.engines.vllm import serve_vllm
+from pronghorn.export.engines.vllm import check_interpreter, serve_vllm
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import check_parts, write_fp8_checkpoint
 from pronghorn.export.gguf import (
@@ -130,11 +131,13 @@ def export_run(
         raise ConfigError(f"--onto {onto!r} is not a base", f"use one of {', '.join(ONTO)}")
     if vllm is not None and to not in BY_VLLM:
         raise ConfigError(f"--vllm with --to {to}", f"use --to {', '.join(BY_VLLM)}, or leave it out")
+    if vllm is not None:
+        check_interpreter(vllm)
     if to in ("gguf", "ollama"):
         check_quantisations([quantisation])
     recipe = None if is_export(run) else recipe_of(run)
     target = (run if run.is_dir() else run.parent) / (FORMATS[to].folder or to) if output is None else output
-    if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
+    if os.path.exists(target) and any(target.iterdir() if target.is_dir() else [target]):
         raise ConfigError(f"{target} already exists", "name another folder by --output, or delete it")
     say(f"loading {run}")
     session = load_chat(run)

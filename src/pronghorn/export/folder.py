@@ -1,8 +1,9 @@
-"""Folders that appear whole or not at all; a full disk is an error that says so."""
+"""Folders that appear whole or not at all; a full disk is an error that says so. The tokenizer in them."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 from pronghorn import state
 from pronghorn.errors import ConfigError, PronghornError, TrainingError
@@ -20,7 +22,7 @@ _NAMED: ContextVar[tuple[Path, Path] | None] = ContextVar("_NAMED", default=None
 
 def refuse_filled(target: Path) -> None:
     """Refuse to write a folder where something is (ConfigError)."""
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if os.path.exists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} already exists", "choose another folder or delete it")
 
 
@@ -92,6 +94,21 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
         return False
     if state.is_full(error):
         return True
-    made = next(path for path in (folder, *folder.absolute().parents) if path.exists())  # it may not have come so far
+    made = next(
+        path for path in (folder, *folder.absolute().parents) if os.path.exists(path)
+    )  # it may not have come so far
     tells_nothing = isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno is None)
     return tells_nothing and shutil.disk_usage(made).free < 2**20
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer beside a model. Its chat template is the processor's, too, so the original's is taken out of the
+    older places, in which a processor looks first."""
+    tokenizer.save_pretrained(folder)
+    if not getattr(tokenizer, "chat_template", None):
+        return
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    path = folder / "processor_config.json"
+    table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if table.pop("chat_template", None) is not None:
+        path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

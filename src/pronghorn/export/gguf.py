@@ -31,7 +31,7 @@ from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
 from pronghorn.loading.composite import Composite
 from pronghorn.loading.gguf import name_table
-from pronghorn.loading.gguf_tokenizer import byte_level_names, space_before, splits_alike
+from pronghorn.loading.gguf_tokenizer import byte_level_names, space_before, splits_alike, warn_of_added_tokens
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import StoredTensor, checkpoint
 
@@ -267,6 +267,7 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, st
     for index in tokenizer.convert_tokens_to_ids([token for token in form.shown if token in tokens]):
         types[index] = TokenType.USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    warn_of_added_tokens(tokenizer)
     prefix = pieces and space_before(tokenizer, backend)
     merged = form.merged_pieces if pieces and not prefix else None
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
-from pronghorn.export.folder import refuse_filled, whole_folder
+from pronghorn.export.folder import refuse_filled, save_tokenizer, whole_folder
 from pronghorn.export.licences import copy_licences
 from pronghorn.export.merged_weights import check_merges, dense_weight, merged_bias, merged_experts, merged_linear
 from pronghorn.export.original import Original, composite_of
@@ -53,8 +53,8 @@ def save_merged(
         The folder.
     Raises:
         ConfigError: something is there, it is the current folder or a disk's, or PEFT's `merge_adapter` was called.
-        UnsupportedError: an adapter that is not plain LoRA on linears and experts, processes share the weights, or
-            transformers' own class of the merged model doesn't work.
+        UnsupportedError: an adapter that is not plain LoRA on linears, embeddings and experts, processes share the
+            weights, or transformers' own class of the merged model doesn't work.
         TrainingError: the reloaded checkpoint's logits differ from the adapted model's, or the disk is full.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -81,7 +81,7 @@ def save_merged(
     with whole_folder(target) as writing:
         write_model(base, dtype, writing, max_shard_size)
         if tokenizer is not None:
-            tokenizer.save_pretrained(writing)
+            save_tokenizer(tokenizer, writing)
         _check(model, writing, dtype)
     return target
 
@@ -273,9 +273,17 @@ def merged_tensors(
         elif isinstance(module, BaseTunerLayer):
             layer: Any = module
             check_merges(layer, prefix.removesuffix("."))
-            weight, bias = f"{prefix}weight", functools.partial(merged_bias, layer)
-            merged = functools.partial(merged_linear, layer)
-            yield from linear_weights(layer.get_base_layer(), prefix, lambda: rounded(weight, *merged()), bias)
+            inner, weight, bias = layer.get_base_layer(), f"{prefix}weight", functools.partial(merged_bias, layer)
+
+            def merged() -> Tensor:
+                return rounded(weight, *merged_linear(layer))
+
+            if isinstance(inner, torch.nn.Linear):
+                yield from linear_weights(inner, prefix, merged, bias)
+            else:  # embeddings, and GPT-2's linears
+                yield stored(weight, inner.weight.shape, merged)
+                if getattr(inner, "bias", None) is not None:
+                    yield stored(f"{prefix}bias", inner.bias.shape, bias)
         elif type(module).__name__ == "Linear4bit":
             yield from linear_weights(module, prefix, lambda: dense_weight(module))
         else:

@@ -1,7 +1,7 @@
-"""The weights of linears and experts with their LoRA adapters in them.
+"""The weights of linears, embeddings and experts with their LoRA adapters in them.
 
-W' = W + s · B A                                        LoRA
-W' = m / ‖W + s · B A‖ ∘ (W + s · B A)                  DoRA, by rows (Liu et al. 2024, arXiv:2402.09353)
+W' = W + s · B A                                        LoRA (of embeddings transposed: they have a row for each token)
+W' = m / ‖W + s · B A‖ ∘ (W + s · B A)                  DoRA, by outputs (Liu et al. 2024, arXiv:2402.09353)
 b' = b + s · b_B                                        where B has a bias
 """
 
@@ -22,17 +22,18 @@ DORA = "Dora"
 
 
 def _active(layer: Any) -> list[str]:
-    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+    own = (*layer.lora_A, *layer.lora_embedding_A)
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in own]
 
 
 def merged_linear(layer: Any) -> tuple[Tensor, Tensor]:
-    """Compute a linear's weight without and with its active adapters, in float32."""
+    """Compute a linear's weight, or an embedding's, without and with its active adapters, in float32."""
     weight = plain = dense_weight(layer.get_base_layer())
     for adapter in _active(layer):
         weight = weight + layer.get_delta_weight(adapter).float()
         if variant_of(layer, adapter) == DORA:
-            magnitude = layer.lora_magnitude_vector[adapter].weight.float()
-            weight = weight * (magnitude / weight.norm(dim=1))[:, None]
+            norm = weight.norm(dim=0 if layer.fan_in_fan_out else 1, keepdim=True)
+            weight = weight * layer.lora_magnitude_vector[adapter].weight.float().view_as(norm) / norm
     return plain, weight
 
 
@@ -61,15 +62,17 @@ def merged_experts(experts: Any) -> tuple[Tensor, Tensor]:
 
 
 def check_merges(layer: Any, name: str) -> None:
-    """Raise UnsupportedError for an active adapter that no weight and bias of a linear can hold."""
+    """Raise UnsupportedError for an active adapter that no weight and bias of a linear or embedding can hold."""
+    from transformers.pytorch_utils import Conv1D
+
     active = [] if layer.disable_adapters else layer.active_adapters
-    linear = hasattr(layer, "lora_A") and isinstance(layer.get_base_layer(), nn.Linear)
+    linear = hasattr(layer, "lora_A") and isinstance(layer.get_base_layer(), nn.Linear | Conv1D | nn.Embedding)
     remedy = "save the adapter with save_pretrained, or merge it with PEFT's merge_and_unload"
     for adapter in active:
         variant = variant_of(layer, adapter)
         biased = bool(getattr(layer, "lora_bias", {}).get(adapter))
         for kind, applies in (
-            ("is not LoRA on a linear", not linear),
+            ("is not LoRA on a linear or an embedding", not linear),
             (f"is {variant}, more than W + s·B·A", variant not in (None, DORA)),
             ("is DoRA beside another", variant is not None and len(active) > 1),
             (
@@ -84,7 +87,7 @@ def check_merges(layer: Any, name: str) -> None:
 
 
 def dense_weight(linear: Any) -> Tensor:
-    """Return a linear's weight as float32 [out, in], dequantised if bitsandbytes holds it in 4 bits."""
+    """Return a weight as float32, [out, in] of linears, dequantised if bitsandbytes holds it in 4 bits."""
     if getattr(linear.weight, "quant_state", None) is None:
         weight: Tensor = linear.weight.float()
         return weight

@@ -94,20 +94,31 @@ def distances(trained: Any, original: Any, tokenizer: Any, rows: Sequence[Sequen
 @torch.no_grad()
 def merged_in_place(model: Any, dtype: torch.dtype) -> Any:
     """Merge a model's adapter in place, rounded as a checkpoint's weights are, and return the plain model."""
-    weights = {name.replace(".base_layer", ""): weight for name, weight in base_causal_lm(model).named_parameters()}
-    for tensor in merged_tensors(base_causal_lm(model), dtype, unbiased=True):
+    base = base_causal_lm(model)
+    _untie(base)
+    weights = {name.replace(".base_layer", ""): weight for name, weight in base.named_parameters()}
+    for tensor in merged_tensors(base, dtype, unbiased=True):
         if tensor.name in weights:
             weights[tensor.name].copy_(tensor.read())
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # what it adds is in the weights now
+        if "lora_B" in name or "lora_embedding_B" in name:  # what it adds is in the weights now
             parameter.zero_()
     for module in model.modules():
-        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():  # of rows, to what they are now
-            magnitude.weight.copy_(module.get_base_layer().weight.norm(dim=1))
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():  # of outputs, to what they are now
+            magnitude.weight.copy_(module.get_base_layer().weight.norm(dim=0 if module.fan_in_fan_out else 1))
     plain = model.merge_and_unload()
     for parameter in plain.parameters():
         parameter.copy_(parameter.to(dtype))
     return plain
+
+
+def _untie(base: Any) -> None:
+    """Give a tied head weights of its own where it or the embedding has an adapter: merged, they differ."""
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    inner = getattr(head, "base_layer", head)
+    adapted = inner is not head or hasattr(embedding, "base_layer")
+    if adapted and getattr(inner, "weight", None) is getattr(embedding, "base_layer", embedding).weight:
+        inner.weight = torch.nn.Parameter(inner.weight.clone())
 
 
 def _log_probabilities(model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -61,20 +61,26 @@ def _save_adapter(model: Any, composite: Composite, save_directory: str | Path, 
         named = {f"{_PEFT}{composite.outside(k.removeprefix(_PEFT))}": each.clone() for k, each in tensors.items()}
         save_file(named, folder / WEIGHTS, {"format": "pt"})
         table = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        table["target_modules"] = _targets(model, composite, config.target_modules)
+        table["target_modules"] = _targets(model, composite, name)
+        table["modules_to_save"] = _whole_modules(model, composite, name)
         for field, kind in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
             if getattr(config, field, None):
                 table[field] = _patterns(model, composite, name, field, kind)
         (folder / CONFIG).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _targets(model: Any, composite: Composite, targets: Any) -> Any:
+def _targets(model: Any, composite: Composite, adapter: str) -> Any:
     """Return what finds an adapter's linears in the whole model and in the causal LM, and none of a tower: the targets
     themselves if they do, a pattern for their names beside the towers', or else every linear's name in both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    modules = base_causal_lm(model).named_modules()
-    inside = {name for name, m in modules if isinstance(m, BaseTunerLayer) and not hasattr(m, "parameter_name")}
+    targets = model.peft_config[adapter].target_modules
+    layers = {name: m for name, m in base_causal_lm(model).named_modules() if isinstance(m, BaseTunerLayer)}
+    inside = {
+        name
+        for name, layer in layers.items()
+        if not hasattr(layer, "parameter_name") and any(adapter in getattr(layer, f) for f in layer.adapter_layer_names)
+    }
     wanted = {composite.outside(name) for name in inside}
     everything = [name for name, _ in composite.whole.named_modules()]
     choices = [targets]
@@ -86,6 +92,21 @@ def _targets(model: Any, composite: Composite, targets: Any) -> Any:
         if {name for name in everything if _is_target(choice, name)} == wanted:
             return choice
     return sorted(inside | wanted)
+
+
+def _whole_modules(model: Any, composite: Composite, adapter: str) -> list[str] | None:
+    """Return what finds the modules that an adapter trains whole in the whole model: their names in `modules_to_save`
+    if these find none of a tower, or else all names there."""
+    from peft.utils import ModulesToSaveWrapper
+
+    wanted = model.peft_config[adapter].modules_to_save
+    modules = base_causal_lm(model).named_modules()
+    wrappers = {name: module for name, module in modules if isinstance(module, ModulesToSaveWrapper)}
+    own = {composite.outside(name) for name, module in wrappers.items() if adapter in module.modules_to_save}
+    everything = [name for name, _ in composite.whole.named_modules()]
+    if not own or {name for name in everything if name.endswith(tuple(wanted))} == own:
+        return None if wanted is None else sorted(wanted)
+    return sorted(own)
 
 
 def _patterns(model: Any, composite: Composite, adapter: str, field: str, kind: str) -> dict[str, Any]:

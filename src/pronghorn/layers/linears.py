@@ -13,7 +13,7 @@ from pronghorn.kernels.packed import PackedTensor
 _BY_FSDP = "_is_fsdp_managed_module"
 """The attribute of the modules whose weights FSDP gathers for a forward, plain then and in storage of its own."""
 
-_PLAIN = ("VeloraLinearVariant", "MontecloraLinearVariant", "MiCALinearVariant")
+_PLAIN = ("VeloraLinearVariant", "MontecloraLinearVariant", "MiCALinearVariant", "MiCAEmbeddingVariant")
 """PEFT's variants of LoRA that train in another way, and then compute W x + s · B A x."""
 
 

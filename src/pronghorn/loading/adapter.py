@@ -31,9 +31,9 @@ def with_adapter(base: Any, folder: str | Path) -> Any:
         raise DataError(f"{folder}: its {CONFIG} can't be used ({error})", "save the adapter again") from error
     except ImportError as error:  # scipy, of which LoftQ's beginning is made
         raise UnsupportedError(f"the adapter in {folder} can't be loaded ({error})", "install that package") from error
-    check_whole_modules(base, getattr(config, "modules_to_save", None) or ())
     if (composite := getattr(base, "composite", None)) is not None:
         composite.adapt(config, base)
+    check_whole_modules(base, getattr(config, "modules_to_save", None) or ())
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys")

@@ -150,6 +150,10 @@ class Composite:
             return
         names = [name for name, _ in base.named_modules() if name]
         places = {name: self.outside(name) for name in names}
+        whole = getattr(config, "modules_to_save", None) or []
+        lost = [each for each in whole if not any(name.endswith(each) for name in names)]
+        if found := [name for name in names if places[name].endswith(tuple(lost))]:
+            config.modules_to_save = [*(each for each in whole if each not in lost), *found]
         inside = {name for name in names if check_target_module_exists(config, name)}
         outside = {name for name in names if check_target_module_exists(config, places[name])}
         if outside - inside:

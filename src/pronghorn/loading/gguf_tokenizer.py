@@ -159,6 +159,26 @@ def space_before(tokenizer: Any, told: dict[str, Any]) -> bool:
     return space
 
 
+def warn_of_added_tokens(tokenizer: Any) -> None:
+    """Warn of added tokens that llama.cpp, which takes them as they are written, finds elsewhere or with other spaces
+    than the tokenizer does."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    unlike = [
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.lstrip
+        or token.rstrip
+        or token.single_word
+        or (token.normalized and normalizer and normalizer.normalize_str(token.content) != token.content)
+    ]
+    if unlike:
+        logging.getLogger(__name__).warning(
+            "llama.cpp looks for added tokens as they are written, and the tokenizer with the spaces beside them, in "
+            "normalised text or as whole words: text with %s may be other tokens there",
+            ", ".join(map(repr, unlike[:3])) + (f" and {len(unlike) - 3} more" if len(unlike) > 3 else ""),
+        )
+
+
 def _rebuild(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     from gguf import TokenType
     from tokenizers import AddedToken

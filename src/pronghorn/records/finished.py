@@ -22,6 +22,8 @@ def recipe_of(folder: Path) -> Recipe:
     if not folder.is_dir():
         remedy = "give the output folder of a finished run (train.output), or a merged folder"
         raise ConfigError(f"{folder} is not a folder", remedy)
+    if not (folder / "run.json").exists() and (file := next(iter(sorted(folder.glob("*.gguf"))), None)):
+        raise ConfigError(f"{folder} is not a run's folder, but an export's", f"give the GGUF file in it, e.g. {file}")
     if not (folder / "run.json").exists() and (folder / "journal.json").exists():
         raise ConfigError(
             f"the run in {folder} is not finished", "run its `pronghorn train` command again to finish it"

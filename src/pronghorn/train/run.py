@@ -24,7 +24,7 @@ from pronghorn.data.dealing import LOOK_AHEAD, WORTH_REGROUPING, ByLength, Dealt
 from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, peak_bytes, processes, versions
 from pronghorn.errors import DataError, PronghornError, RunStopped
-from pronghorn.export.folder import whole_folder
+from pronghorn.export.folder import save_tokenizer, whole_folder
 from pronghorn.export.licences import copy_licences
 from pronghorn.models.attach import Handle
 from pronghorn.optimizers import check_optimizer
@@ -332,7 +332,7 @@ def _save_model(current: _Run) -> None:
             name = "adapter" if current.recipe.adapter.method == "lora" else "model"
             with whole_folder(current.output / name) as folder:
                 trainer.model.save_pretrained(folder, **_initial(current.output))
-                trainer.processing_class.save_pretrained(folder)
+                save_tokenizer(trainer.processing_class, folder)
                 if name == "model":
                     copy_licences(trainer.model, folder)
 

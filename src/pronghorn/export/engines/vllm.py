@@ -25,6 +25,12 @@ _GUARD = '("$@"; kill -9 0) < /dev/null & cat > /dev/null; kill -9 0'
 """A shell's lines: run a command until it ends, or whoever holds the shell's input does; then end all that it began."""
 
 
+def check_interpreter(python: Path) -> None:
+    """Refuse what can't be the interpreter of an environment with vLLM (ConfigError)."""
+    if not python.is_file():
+        raise ConfigError(f"{python} is not an interpreter", "give the python of an environment with vLLM")
+
+
 @contextmanager
 def serve_vllm(
     python: Path,
@@ -48,8 +54,7 @@ def serve_vllm(
         ConfigError: there is no such interpreter.
         ServerError: vLLM doesn't serve the model; with the last words of its log.
     """
-    if not python.is_file():
-        raise ConfigError(f"{python} is not an interpreter", "give the python of an environment with vLLM")
+    check_interpreter(python)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
