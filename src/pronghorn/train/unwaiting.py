@@ -7,8 +7,6 @@ only when the GPU has nothing left to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +16,11 @@ from pronghorn.train.shared_layers import SharedLayersTrainer
 
 
 class UnwaitingTrainer(SharedLayersTrainer):
-    """TRL's trainer without these waits. Its arguments keep their meaning."""
+    """TRL's trainer without these waits. Its arguments keep their meaning, and their values wherever they are read."""
 
-    _filters: bool | None = None
-    """During a training: whether `logging_nan_inf_filter` was asked for."""
+    _trains = False
+    _filtered = False
+    """Whether the micro-batch's loss is filtered already, so that stock isn't asked to."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make stock's accelerator one whose loaders don't wait for their batches to arrive."""
@@ -31,39 +30,26 @@ class UnwaitingTrainer(SharedLayersTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does."""
-        self._filters = bool(self.args.logging_nan_inf_filter)
+        self._trains = True
         try:
-            with self._stock_filters(False):
-                return super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)
         finally:
-            self._filters = None
+            self._trains = False
+            self._ask_stock_again()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Do a micro-batch's forward and backward. A loss that isn't finite counts as the mean so far, as in stock."""
         loss = super().training_step(*args, **kwargs)
-        if not self._filters:
-            return loss
         total, logged = getattr(self, "_tr_loss", None), getattr(self, "_globalstep_last_logged", None)
-        if total is None or logged is None:  # stock keeps its sum elsewhere
-            self.args.logging_nan_inf_filter = True
-            return loss
+        if not self._trains or not self.args.logging_nan_inf_filter or total is None or logged is None:
+            return loss  # where stock keeps its sum elsewhere, it filters itself
+        self._filtered, self.args.logging_nan_inf_filter = True, False
         return torch.where(torch.isfinite(loss), loss, total.to(loss.device) / (1 + self.state.global_step - logged))
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as stock does, which reads losses anyway."""
-        with self._stock_filters(self._filters):
-            return super().evaluation_loop(*args, **kwargs)
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        self._ask_stock_again()  # the first that stock calls after it has added the loss, before any callback
+        super()._track_num_input_tokens(inputs)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._stock_filters(self._filters):  # the arguments are saved, too
-            super()._save_checkpoint(*args, **kwargs)
-
-    @contextmanager
-    def _stock_filters(self, does: bool | None) -> Iterator[None]:
-        """Let stock filter losses or not; None changes nothing."""
-        before = self.args.logging_nan_inf_filter
-        self.args.logging_nan_inf_filter = before if does is None else does
-        try:
-            yield
-        finally:
-            self.args.logging_nan_inf_filter = before
+    def _ask_stock_again(self) -> None:
+        if self._filtered:
+            self._filtered, self.args.logging_nan_inf_filter = False, True
