@@ -22,15 +22,15 @@ BAD = {3: float("nan"), 5: float("inf")}
 """Losses of some steps."""
 
 
-def trained(stories: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Any:
-    """Train by a trainer some of whose losses aren't finite, though gradients are."""
-    step = trl.SFTTrainer.training_step
+def trained(stories: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, of: Any = trl.SFTTrainer, **args: Any) -> Any:
+    """Train by a trainer some of whose losses aren't finite, though gradients are: from the method `of` this class."""
+    step = of.training_step
 
     def broken(self: Any, *given: Any, **named: Any) -> Tensor:
         loss = step(self, *given, **named)
         return loss * BAD.get(self.state.global_step, 1.0)
 
-    monkeypatch.setattr(trl.SFTTrainer, "training_step", broken)
+    monkeypatch.setattr(of, "training_step", broken)
     model, tokenizer = adapted(stories)
     asked = config(folder, max_steps=6, logging_steps=2, **args)
     trainer = SFTTrainer(model, asked, train_dataset=ROWS, eval_dataset=ROWS, tokenizer=tokenizer)
@@ -43,13 +43,14 @@ def logged(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.parametrize("of", [trl.SFTTrainer, SFTTrainer], ids=["stock's", "a subclass's"])
 def test_losses_that_are_not_finite_are_logged_as_in_stock(
-    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any
 ) -> None:
-    ours = trained(stories, tmp_path / "ours", monkeypatch)
+    ours = trained(stories, tmp_path / "ours", monkeypatch, of)
     for name in ("train", "training_step", "_track_num_input_tokens"):
         monkeypatch.delattr(UnwaitingTrainer, name)
-    stock = trained(stories, tmp_path / "stock", monkeypatch)
+    stock = trained(stories, tmp_path / "stock", monkeypatch, of)
     assert logged(ours) == logged(stock) and all(0 < loss < 30 for loss in logged(ours))
     assert ours.args.logging_nan_inf_filter is True
 

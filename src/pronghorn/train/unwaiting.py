@@ -19,8 +19,8 @@ class UnwaitingTrainer(SharedLayersTrainer):
     """TRL's trainer without these waits. Its arguments keep their meaning, and their values wherever they are read."""
 
     _trains = False
-    _filtered = False
-    """Whether the micro-batch's loss is filtered already, so that stock isn't asked to."""
+    _before: Tensor | None = None
+    """The sum of losses before this micro-batch's, if stock isn't to filter that one."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make stock's accelerator one whose loaders don't wait for their batches to arrive."""
@@ -35,21 +35,27 @@ class UnwaitingTrainer(SharedLayersTrainer):
             return super().train(*args, **kwargs)
         finally:
             self._trains = False
-            self._ask_stock_again()
+            self._let_stock_filter()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Do a micro-batch's forward and backward. A loss that isn't finite counts as the mean so far, as in stock."""
+        """Do a micro-batch's forward and backward, as stock does. It won't look whether the loss is finite."""
         loss = super().training_step(*args, **kwargs)
-        total, logged = getattr(self, "_tr_loss", None), getattr(self, "_globalstep_last_logged", None)
-        if not self._trains or not self.args.logging_nan_inf_filter or total is None or logged is None:
-            return loss  # where stock keeps its sum elsewhere, it filters itself
-        self._filtered, self.args.logging_nan_inf_filter = True, False
-        return torch.where(torch.isfinite(loss), loss, total.to(loss.device) / (1 + self.state.global_step - logged))
+        total = getattr(self, "_tr_loss", None)
+        known = total is not None and hasattr(self, "_globalstep_last_logged")  # if not, stock filters itself
+        if known and self._trains and self.args.logging_nan_inf_filter:
+            self._before, self.args.logging_nan_inf_filter = total.clone(), False
+        return loss
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        self._ask_stock_again()  # the first that stock calls after it has added the loss, before any callback
+        """Count as stock does. It is what stock calls after it has added the loss and before any callback, so here a
+        loss that wasn't finite, also of somebody's own `training_step`, becomes the mean so far, as in stock."""
+        before = self._before
+        self._let_stock_filter()
+        if before is not None:
+            mean = before / (1 + self.state.global_step - self._globalstep_last_logged)
+            self._tr_loss.copy_(torch.where(torch.isfinite(self._tr_loss), self._tr_loss, before + mean))
         super()._track_num_input_tokens(inputs)
 
-    def _ask_stock_again(self) -> None:
-        if self._filtered:
-            self._filtered, self.args.logging_nan_inf_filter = False, True
+    def _let_stock_filter(self) -> None:
+        if self._before is not None:
+            self._before, self.args.logging_nan_inf_filter = None, True
