@@ -40,9 +40,10 @@ class UnwaitingTrainer(SharedLayersTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Do a micro-batch's forward and backward, as stock does. It won't look whether the loss is finite."""
         loss = super().training_step(*args, **kwargs)
-        total = getattr(self, "_tr_loss", None)
-        known = total is not None and hasattr(self, "_globalstep_last_logged")  # if not, stock filters itself
-        if known and self._trains and self.args.logging_nan_inf_filter:
+        total: Tensor | None = getattr(self, "_tr_loss", None)
+        if total is None or not hasattr(self, "_globalstep_last_logged"):
+            return loss  # stock keeps its sum elsewhere, and filters itself
+        if self._trains and self.args.logging_nan_inf_filter:
             self._before, self.args.logging_nan_inf_filter = total.clone(), False
         return loss
 
