@@ -235,6 +235,6 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
     for name, value, served in unserved:
         if value != served:
             raise UnsupportedError(
-                f"{name} = {short(value)} is not served by the packed trainer",
+                f"{name} = {short(value)} is not served by Pronghorn's SFTTrainer",
                 f"leave {name} at {served!r}, or use TRL's own SFTTrainer with an attached model",
             )
