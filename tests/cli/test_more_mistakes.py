@@ -97,7 +97,7 @@ MISTAKES = {
         "'safetensors' is not a format", "merged, adapter", "export", "model", "--to", "safetensors"
     ),
     "a report of nothing": call("out does not exist", "a finished run", "report", "out"),
-    "a recipe to convert": call("no known configuration", "pronghorn init", "convert", "recipe.yaml"),
+    "a recipe to convert": call("recipe.yaml is a recipe already", "pronghorn train", "convert", "recipe.yaml"),
     # the recipe
     "a section that is a name": text(
         "model: model\ndata: {train: train.jsonl}\n", "a section is a table", "model: {name:"

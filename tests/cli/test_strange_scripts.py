@@ -181,6 +181,11 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "got a LlamaForCausalLM",
         "SFTTrainer",
     ),
+    "a template of another family": (
+        lambda m: get_chat_template(load(m)[1], "chatml"),
+        "chat_template chatml needs special tokens that the tokenizer lacks: <|im_start|>, <|im_end|>",
+        "in scripts by tokenizer.add_tokens",
+    ),
     "a template of one's own": (
         lambda m: get_chat_template(load(m)[1], ("{{ x }}", "</s>")),  # type: ignore[arg-type]
         "tuple",

@@ -483,7 +483,8 @@ def test_what_is_there_is_not_written_over(place: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("model: {name: a}\ntrain: {}\n", "no known configuration"),
+        ("model: {name: a}\ntrain: {}\n", "is a recipe already"),
+        ("name: a\n", "no known configuration"),
         ("base_model: a\nadapter: lora\ndatasets: [{type: alpaca}]\n", "KeyError: 'path'"),
         ("base_model: a\nadapter: lora\ndatasets: [3]\n", "not of the kind that Axolotl documents"),
         ("base_model: a\nmax_steps: 5\nwarmup_ratio: some\n", "not of the kind that Axolotl documents"),

@@ -41,6 +41,15 @@ def test_of_a_stream_the_first_row_is_looked_at(
             SFTTrainer(model, config(tmp_path, packing=False), tokenizer=tokenizer, **sets)
 
 
+def test_a_text_field_that_is_no_column_beside_conversations(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    tokenizer.chat_template = CHATML
+    rows = Dataset.from_list([{"conversations": TURNS, "text": "Who? A cat."}])
+    with pytest.raises(DataError, match="columns conversations, text, and no 'txt'") as caught:
+        SFTTrainer(model, config(tmp_path, dataset_text_field="txt"), tokenizer=tokenizer, train_dataset=rows)
+    assert caught.value.remedy == "SFTConfig(dataset_text_field='text')"
+
+
 @pytest.mark.parametrize("row", [{"text": "One day"}, {"prompt": "Who?", "completion": " A cat."}, {"messages": TURNS}])
 @pytest.mark.parametrize("formatting", [None, lambda row: "A dog."])
 def test_texts_that_nothing_ends_are_refused(

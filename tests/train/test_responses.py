@@ -119,7 +119,10 @@ def test_what_is_found_nowhere_is_an_error(stories: Path, tmp_path: Path) -> Non
         train_on_responses_only(trainer, USER, USER)
     with pytest.raises(ConfigError, match="response_part is ' '"):
         train_on_responses_only(trainer, USER, " ")
-    with pytest.raises(ConfigError, match=r"got no instruction_part and no response_part: .*'<\|im_start\|>user"):
+    with pytest.raises(
+        ConfigError,
+        match=r"got no instruction_part and no response_part, and the chat template .*: .*'<\|im_start\|>user",
+    ):
         train_on_responses_only(trainer)
     with pytest.raises(ConfigError, match=r"got no response_part: "):
         train_on_responses_only(trainer, instruction_part=USER)

@@ -1438,6 +1438,19 @@ def test_without_arguments_rows_are_the_models(
     assert trainer.args.max_length == ROW
 
 
+def test_a_model_made_anew_for_each_training_is_refused(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    given: dict[str, Any] = {"train_dataset": Dataset.from_list([{"text": "One day."}]), "tokenizer": tokenizer}
+    with pytest.raises(UnsupportedError, match="model_init") as caught:
+        SFTTrainer(None, config(tmp_path), model_init=lambda: model, **given)
+    assert "a trainer for each trial" in caught.value.remedy
+    for packing in (True, False):
+        trainer = SFTTrainer(model, config(tmp_path, packing=packing), **given)
+        trainer.model_init = lambda: adapted(stories)[0]
+        with pytest.raises(UnsupportedError, match="model_init"):
+            trainer.train()
+
+
 def test_row_lengths(stories: Path, documents: Dataset, tmp_path: Path) -> None:
     model, tokenizer = adapted(stories)
     with pytest.raises(ConfigError, match="max_length 129 > 128, the model's max_seq_length"):

@@ -67,9 +67,9 @@ class Template:
             missing.append("bos_token")
         if missing:
             raise ConfigError(
-                f"data.chat_template: {self.name} needs special tokens that the tokenizer lacks: {', '.join(missing)}",
-                "choose the template of the model's own family, or a .jinja file that writes tokens it has; "
-                "adapter.new_tokens adds and trains tokens",
+                f"chat_template {self.name} needs special tokens that the tokenizer lacks: {', '.join(missing)}",
+                "choose the template of the model's own family, or one of yours that writes tokens it has; tokens are "
+                "added by adapter.new_tokens, in scripts by tokenizer.add_tokens and model.resize_token_embeddings",
             )
         tokenizer.chat_template = self.text
         if self.end is not None:

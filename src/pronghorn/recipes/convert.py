@@ -38,6 +38,8 @@ def convert(path: Path) -> tuple[str, Draft]:
         remedy = "write model_name_or_path, stage and dataset instead, or make a recipe by pronghorn init"
         raise ConfigError(f"{path} has the keys of LLaMA-Factory's v1 (train_dataset), which aren't read", remedy)
     tool = tool_of(table)
+    if tool is None and isinstance(table.get("model"), dict):
+        raise ConfigError(f"{path} is a recipe already", f"pronghorn train {path}")
     if tool not in TOOLS:
         problem = f"{path} is {'a configuration of ' + tool if tool else 'no known configuration'}"
         raise ConfigError(problem, f"give the YAML file of {' or '.join(TOOLS)}; pronghorn init writes a recipe anew")

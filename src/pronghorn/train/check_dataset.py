@@ -160,6 +160,8 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
             f"{name} has conversations, and the tokenizer no chat template",
             "use the model's instruct version, or pronghorn.chat_templates.get_chat_template(tokenizer, NAME)",
         )
+    if text not in row and isinstance(row.get("text"), str) and not {"messages", "prompt"} & row.keys():
+        raise DataError(f"{name}: columns {', '.join(row)}, and no {text!r}", "SFTConfig(dataset_text_field='text')")
     if "conversations" in row and text not in row:
         turn = next(iter(row["conversations"] or [{}]))
         if turn.get("from") not in ("user", "assistant", "system"):  # what TRL takes as it is

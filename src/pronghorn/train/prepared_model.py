@@ -20,6 +20,7 @@ from pronghorn.models.auto_plan import How, resolve, smaller_plan
 from pronghorn.text import counted, does
 from pronghorn.train.oom_retry import tighten
 from pronghorn.train.saved_adapters import trained_beside
+from pronghorn.train.validate import check_one_model
 
 
 def attached_on_its_device(model: Any, args: Any) -> Handle:
@@ -110,10 +111,11 @@ def told_of_saving(model: Any) -> Iterator[str]:
         )
 
 
-def check_trains(model: Any, args: Any) -> None:
+def check_trains(model: Any, args: Any, model_init: Any = None) -> None:
     """Refuse to train a model of which no weight is trained, adapters that take no part, adapters that came into the
-    model after its trainer was made, which would save no adapter, and to end with the best checkpoint where checkpoints
-    hold a part of what is trained."""
+    model after its trainer was made, which would save no adapter, to end with the best checkpoint where checkpoints
+    hold a part of what is trained, and to train another model, as `model_init` says."""
+    check_one_model(model_init)
     adapted = isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False)
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if any(layer.merged for layer in layers):

@@ -55,8 +55,9 @@ def train_on_responses_only(
     if instruction_part is None or response_part is None:
         parts = {"instruction_part": instruction_part, "response_part": response_part}
         missing = " and no ".join(name for name, part in parts.items() if part is None)
+        why = "" if given else ", and the chat template doesn't tell them"
         raise ConfigError(
-            f"train_on_responses_only got no {missing}",
+            f"train_on_responses_only got no {missing}{why}",
             "give what begins a user's turn and what begins an assistant's, as the chat template writes them: of "
             "ChatML instruction_part='<|im_start|>user\\n', response_part='<|im_start|>assistant\\n'",
         )

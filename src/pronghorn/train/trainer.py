@@ -317,7 +317,7 @@ class SFTTrainer(EvaluatingTrainer):
         ConfigError: of another adapter, configuration or optimiser).
         A step that runs out of memory is repeated (TrainingError: that fails, see docs/out_of_memory.md)."""
         resume_from_checkpoint = checkpoint.named(Path(str(self.args.output_dir)), resume_from_checkpoint)
-        prepared_model.check_trains(self.model, self.args)
+        prepared_model.check_trains(self.model, self.args, self.model_init)
         if self._packs_train or self._packs_eval or self.padded is None:
             validate.check_attached(self.model)
         if resume_from_checkpoint is not None:

@@ -7,8 +7,6 @@ only when the GPU has nothing left to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +16,11 @@ from pronghorn.train.shared_layers import SharedLayersTrainer
 
 
 class UnwaitingTrainer(SharedLayersTrainer):
-    """TRL's trainer without these waits. Its arguments keep their meaning."""
+    """TRL's trainer without these waits. Its arguments keep their meaning, and their values wherever they are read."""
 
-    _filters: bool | None = None
-    """During a training: whether `logging_nan_inf_filter` was asked for."""
+    _trains = False
+    _before: Tensor | None = None
+    """The sum of losses before this micro-batch's, if stock isn't to filter that one."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make stock's accelerator one whose loaders don't wait for their batches to arrive."""
@@ -31,39 +30,33 @@ class UnwaitingTrainer(SharedLayersTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does."""
-        self._filters = bool(self.args.logging_nan_inf_filter)
+        self._trains = True
         try:
-            with self._stock_filters(False):
-                return super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)
         finally:
-            self._filters = None
+            self._trains = False
+            self._let_stock_filter()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Do a micro-batch's forward and backward. A loss that isn't finite counts as the mean so far, as in stock."""
+        """Do a micro-batch's forward and backward, as stock does. It won't look whether the loss is finite."""
         loss = super().training_step(*args, **kwargs)
-        if not self._filters:
-            return loss
-        total, logged = getattr(self, "_tr_loss", None), getattr(self, "_globalstep_last_logged", None)
-        if total is None or logged is None:  # stock keeps its sum elsewhere
-            self.args.logging_nan_inf_filter = True
-            return loss
-        return torch.where(torch.isfinite(loss), loss, total.to(loss.device) / (1 + self.state.global_step - logged))
+        total: Tensor | None = getattr(self, "_tr_loss", None)
+        if total is None or not hasattr(self, "_globalstep_last_logged"):
+            return loss  # stock keeps its sum elsewhere, and filters itself
+        if self._trains and self.args.logging_nan_inf_filter:
+            self._before, self.args.logging_nan_inf_filter = total.clone(), False
+        return loss
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as stock does, which reads losses anyway."""
-        with self._stock_filters(self._filters):
-            return super().evaluation_loop(*args, **kwargs)
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count as stock does. It is what stock calls after it has added the loss and before any callback, so here a
+        loss that wasn't finite, also of somebody's own `training_step`, becomes the mean so far, as in stock."""
+        before = self._before
+        self._let_stock_filter()
+        if before is not None:
+            mean = before / (1 + self.state.global_step - self._globalstep_last_logged)
+            self._tr_loss.copy_(torch.where(torch.isfinite(self._tr_loss), self._tr_loss, before + mean))
+        super()._track_num_input_tokens(inputs)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._stock_filters(self._filters):  # the arguments are saved, too
-            super()._save_checkpoint(*args, **kwargs)
-
-    @contextmanager
-    def _stock_filters(self, does: bool | None) -> Iterator[None]:
-        """Let stock filter losses or not; None changes nothing."""
-        before = self.args.logging_nan_inf_filter
-        self.args.logging_nan_inf_filter = before if does is None else does
-        try:
-            yield
-        finally:
-            self.args.logging_nan_inf_filter = before
+    def _let_stock_filter(self) -> None:
+        if self._before is not None:
+            self._before, self.args.logging_nan_inf_filter = None, True

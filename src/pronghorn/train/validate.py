@@ -38,9 +38,19 @@ def check_old_arguments(model: Any, kwargs: Mapping[str, Any]) -> None:
         )
     if isinstance(model, tuple):
         check_model(model, "SFTTrainer")
+    check_one_model(kwargs.get("model_init"))
     if moved := [name for name in kwargs if name in {*_OF_CONFIG, *(field.name for field in fields(SFTConfig))}]:
         written = ", ".join(f"{_OF_CONFIG.get(name, name)}=..." for name in moved)
         raise ConfigError(f"{', '.join(moved)} given to SFTTrainer", f"give args=SFTConfig({written}) from trl")
+
+
+def check_one_model(model_init: Any) -> None:
+    """Refuse what makes another model for each training (`hyperparameter_search`): rows are made for this one."""
+    if model_init is not None:
+        raise UnsupportedError(
+            "model_init, which makes another model than the trainer was made for",
+            "search in a loop of your own, with a model and a trainer for each trial",
+        )
 
 
 def check_tokens(trainer: Any) -> None:
@@ -225,6 +235,6 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
     for name, value, served in unserved:
         if value != served:
             raise UnsupportedError(
-                f"{name} = {short(value)} is not served by the packed trainer",
+                f"{name} = {short(value)} is not served by Pronghorn's SFTTrainer",
                 f"leave {name} at {served!r}, or use TRL's own SFTTrainer with an attached model",
             )
