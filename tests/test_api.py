@@ -199,6 +199,7 @@ def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_seq_length": True}, "max_seq_length True is not a positive number"),
         ({"max_seq_length": 0}, "max_seq_length 0 is not a positive number"),
         ({"max_seq_length": -5}, "max_seq_length -5 is not a positive number"),
         ({"max_seq_length": 513}, "max_seq_length 513 > 512, .*: use max_seq_length <= 512"),
@@ -923,3 +924,12 @@ def test_4bit_stories_train(stories: Path) -> None:
     losses = train(model, steps=3)
     assert losses[-1] < losses[0]
     assert logits(model).isfinite().all()
+
+
+def test_rows_are_as_long_as_the_model_s_positions_reach_where_nobody_says(stories: Path, tmp_path: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(stories))
+    assert model.max_seq_length == model.config.max_position_embeddings == 512
+    shutil.copytree(stories, tmp_path / "longer")
+    config = json.loads((stories / "config.json").read_text())
+    (tmp_path / "longer/config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    assert FastLanguageModel.from_pretrained(str(tmp_path / "longer"))[0].max_seq_length == 2048

@@ -22,7 +22,7 @@ from pronghorn.export.hub import push_folder
 from pronghorn.export.licences import copy_licences
 from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.towers import keep_names
-from pronghorn.loading.load import default_device, find_model, resolve_dtype
+from pronghorn.loading.load import default_device, find_model, resolve_dtype, row_length
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import attach, attached
@@ -65,7 +65,7 @@ class FastLanguageModel:
     @_asked_by_name
     def from_pretrained(
         model_name: str,
-        max_seq_length: int = 2048,
+        max_seq_length: int | None = None,
         dtype: torch.dtype | str | None = None,
         load_in_4bit: bool = False,
         packing: bool = True,
@@ -85,7 +85,7 @@ class FastLanguageModel:
 
         Args:
             model_name: local folder (a saved adapter's too), hub name, or `.gguf` file.
-            max_seq_length: tokens of a packed row.
+            max_seq_length: tokens of a packed row; None: 2,048, or the model's positions if these are fewer.
             dtype: None chooses by device (bfloat16, float16 on GPUs before Ampere, float32 on the CPU).
             load_in_4bit: NF4 through bitsandbytes, experts too unless `experts_in_16bit`.
             packing: attach the packed path, so that documents of a packed row are isolated.
@@ -155,7 +155,7 @@ class FastLanguageModel:
             _set_recompute(model, use_gradient_checkpointing)
         model.hub_revision = revision  # for the adapter's configuration
         model.full_finetuning = full_finetuning  # for get_peft_model, which it contradicts
-        return _finish(model, max_seq_length), tokenizer
+        return _finish(model, row_length(model.config, max_seq_length)), tokenizer
 
     @staticmethod
     @_asked_by_name

@@ -117,8 +117,16 @@ def test_where_stock_keeps_its_sum_elsewhere_it_filters_itself(
     model, tokenizer = adapted(stories)
     trainer = SFTTrainer(model, config(tmp_path), train_dataset=ROWS, tokenizer=tokenizer)
     monkeypatch.setattr(SharedLayersTrainer, "training_step", lambda self: torch.tensor(float("nan")), raising=False)
-    trainer._trains = True
+    trainer._corrects = True
     assert UnwaitingTrainer.training_step(trainer).isnan() and trainer.args.logging_nan_inf_filter
+
+
+def test_where_stock_does_not_call_what_corrects_its_sum_it_filters_itself_from_the_second_step_on(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UnwaitingTrainer, "_track_num_input_tokens", lambda self, inputs: None)
+    ours = trained(stories, tmp_path, monkeypatch)
+    assert all(0 < loss < 30 for loss in logged(ours)) and ours.args.logging_nan_inf_filter
 
 
 @pytest.mark.gpu

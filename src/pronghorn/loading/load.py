@@ -27,6 +27,8 @@ from pronghorn.models.report import LOADED_BY
 from pronghorn.precision.loader import check_weights, json_value, model_beneath
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROW_LENGTH = 2048
+"""Tokens of a packed row where nobody says."""
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -91,7 +93,7 @@ class FoundModel:
     """None for a GGUF file and for an adapter, which has its base's."""
     base: FoundModel | None
     """What a saved adapter goes on."""
-    max_seq_length: int
+    max_seq_length: int | None
     load_in_4bit: bool
     hub: dict[str, Any]
     composite: Composite | None = None
@@ -197,7 +199,7 @@ class FoundModel:
 def find_model(
     name: str | Path,
     *,
-    max_seq_length: int,
+    max_seq_length: int | None,
     load_in_4bit: bool = False,
     experts_in_16bit: bool = False,
     dropout: bool = True,
@@ -210,7 +212,7 @@ def find_model(
 
     Args:
         name: a local folder (a saved adapter's too), a hub name, or a `.gguf` file.
-        max_seq_length: tokens of a packed row; at most what the model's positions allow.
+        max_seq_length: tokens of a packed row; at most what the model's positions allow. None: not asked.
         load_in_4bit: quantise linears and experts to NF4 through bitsandbytes while loading.
         experts_in_16bit: leave the experts out of that.
         dropout: without, layers drop nothing in training, whatever the model's configuration says.
@@ -222,7 +224,7 @@ def find_model(
         DataError: the folder or file is missing, or holds no safetensors weights or not all of them.
         UnsupportedError: a family or a quantisation Pronghorn doesn't serve.
     """
-    if not isinstance(max_seq_length, int) or max_seq_length <= 0:
+    if max_seq_length is not None and (type(max_seq_length) is not int or max_seq_length <= 0):
         raise ConfigError(
             f"max_seq_length {max_seq_length!r} is not a positive number", "give the tokens a packed row shall hold"
         )
@@ -361,10 +363,16 @@ def _stop_at(base: Any, end: int | None) -> None:
         config.eos_token_id = [end, *stops]
 
 
-def check_max_seq_length(config: Any, max_seq_length: int) -> None:
+def row_length(config: Any, asked: int | None) -> int:
+    """Return the tokens of a packed row: as asked, or the usual ones, as far as the model's positions reach."""
+    limit = getattr(config, "max_position_embeddings", None) or 0
+    return asked or (min(ROW_LENGTH, limit) if limit > 0 else ROW_LENGTH)
+
+
+def check_max_seq_length(config: Any, max_seq_length: int | None) -> None:
     """Raise ConfigError if rows are longer than the model's positions reach."""
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and 0 < limit < max_seq_length:  # -1 says that there is no limit
+    if limit is not None and 0 < limit < (max_seq_length or 0):  # -1 says that there is no limit
         raise ConfigError(
             f"max_seq_length {max_seq_length} > {limit}, the positions of this model (max_position_embeddings)",
             f"use max_seq_length <= {limit}",

@@ -18,7 +18,8 @@ from pronghorn.train.shared_layers import SharedLayersTrainer
 class UnwaitingTrainer(SharedLayersTrainer):
     """TRL's trainer without these waits. Its arguments keep their meaning, and their values wherever they are read."""
 
-    _trains = False
+    _corrects = False
+    """Whether a training goes on whose losses are filtered here."""
     _before: Tensor | None = None
     """The sum of losses before this micro-batch's, if stock isn't to filter that one."""
 
@@ -30,20 +31,23 @@ class UnwaitingTrainer(SharedLayersTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does."""
-        self._trains = True
+        self._corrects = True
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._trains = False
+            self._corrects = False
             self._let_stock_filter()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Do a micro-batch's forward and backward, as stock does. It won't look whether the loss is finite."""
+        if self._before is not None:  # stock didn't call what corrects its sum
+            self._corrects = False
+            self._let_stock_filter()
         loss = super().training_step(*args, **kwargs)
         total: Tensor | None = getattr(self, "_tr_loss", None)
         if total is None or not hasattr(self, "_globalstep_last_logged"):
             return loss  # stock keeps its sum elsewhere, and filters itself
-        if self._trains and self.args.logging_nan_inf_filter:
+        if self._corrects and self.args.logging_nan_inf_filter:
             self._before, self.args.logging_nan_inf_filter = total.clone(), False
         return loss
 
