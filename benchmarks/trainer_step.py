@@ -9,7 +9,8 @@ logged every 10 steps), then the bare loop takes the rows of that turn, which li
 timed as a whole, from an idle device until it is idle again. LoRA r16, one packed row of log-normal documents a step.
 
 The learning rate is 0, with which AdamW computes as with any other: weights stay as they are, and each bare loss must
-be the trainer's of that row, else figures are withheld.
+be the trainer's of that row, else figures are withheld. `waits` lists where the trainer's last untimed turn waited for
+the GPU; the log, which it writes once, is one of them.
 """
 
 from __future__ import annotations
