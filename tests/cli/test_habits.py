@@ -331,7 +331,7 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "PEFT's settings by name": (lambda m: lora(m, peft_config=settings()), "peft_config", "r=…, lora_alpha=…"),
     "a number for linears": (lambda m: lora(m, target_modules=7), "target_modules = 7", "target_modules=[NAME"),
     "a dtype that is a type": (lambda m: load(m, dtype=float), "is unknown", "float32, bfloat16"),
-    "no length": (lambda m: load(m, max_seq_length=None), "max_seq_length None", "a packed row"),
+    "no length": (lambda m: load(m, max_seq_length="512"), "max_seq_length '512'", "a packed row"),
     "numbers for texts": (lambda m: trainer(m, Dataset.from_list([{"text": 3}])), "row 1: text is 3", "dataset.map"),
     "lists for texts": (lambda m: trainer(m, Dataset.from_list([{"text": ["a"]}])), "text is a list of str", "join it"),
     "a column for a function": (

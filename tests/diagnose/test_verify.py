@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
@@ -347,14 +349,31 @@ def test_a_backward_pass_that_differs_the_second_time(subject_of: Any) -> None:
     only_cause(report, "not repeatable: 1 of 42 gradients not bit-equal")
 
 
-def test_merged_weights_with_dora_s_magnitudes() -> None:
-    model = add_lora(tiny_model("llama"), r=4, use_dora=True)
+@pytest.mark.parametrize(
+    ("family", "options", "weights"),
+    [
+        ("llama", {"use_dora": True}, 21),
+        ("llama", {"target_modules": ["embed_tokens", "v_proj"]}, 4),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj", "wte"]}, 7),
+        ("gpt2", {"target_modules": ["c_attn"], "use_dora": True}, 2),
+    ],
+    ids=["magnitudes", "embeddings", "GPT-2", "GPT-2's magnitudes"],
+)
+def test_merged_weights_hold_their_adapter(
+    family: str, options: dict[str, Any], weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=96)
+    bare = GPT2LMHeadModel(gpt2) if family == "gpt2" else tiny_model(family)
+    model = get_peft_model(bare, LoraConfig(task_type="CAUSAL_LM", r=4, **{"target_modules": "all-linear", **options}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += torch.randn_like(parameter) * 0.05
     (check,) = checks.merged(model)
-    assert check.ok and check.detail == "21 weights hold their adapter"
+    assert check.ok and check.detail == f"{weights} weights hold their adapter"
+    sound = checks._delta
+    monkeypatch.setattr(checks, "_delta", lambda *given: sound(*given) * 1.1)
+    assert not checks.merged(model)[0].ok
 
 
 def test_a_merged_weight_that_forgot_its_adapter(subject_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

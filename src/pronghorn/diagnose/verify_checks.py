@@ -260,7 +260,8 @@ def merged(model: Any) -> list[Check]:
     """Compare each weight that `save_pretrained_merged` would round and write with W + s·B·A, both rounded to the
     nearest; [] for a model without LoRA."""
     base = base_causal_lm(model)
-    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "lora_A") and module.lora_A}
+    layers = {name: module for name, module in base.named_modules() if hasattr(module, "lora_A")}
+    adapted = {name: module for name, module in layers.items() if module.lora_A or module.lora_embedding_A}
     if not adapted:
         return []
     dtype = merge.checkpoint_dtype(base)
@@ -275,9 +276,11 @@ def merged(model: Any) -> list[Check]:
         with torch.no_grad():
             of_experts = hasattr(module, "parameter_name")
             weight = module.get_param().float() if of_experts else dense_weight(module.get_base_layer())
-            right = weight + sum(_delta(module, a, weight) for a in module.active_adapters if a in module.lora_A)
+            own = {*module.lora_A, *module.lora_embedding_A}
+            right = weight + sum(_delta(module, a, weight) for a in module.active_adapters if a in own)
             for adapter in module.lora_magnitude_vector.keys() & module.active_adapters:  # DoRA's
-                right *= (module.lora_magnitude_vector[adapter].weight.float() / right.norm(dim=1)).unsqueeze(1)
+                norm = right.norm(dim=0 if module.fan_in_fan_out else 1, keepdim=True)
+                right *= module.lora_magnitude_vector[adapter].weight.float().view_as(norm) / norm
             key = f"{name.replace('.base_layer', '')}.{module.parameter_name if of_experts else 'weight'}"
             written = stored[key].read().to(right.device)
             found = distance(name, written, right.to(dtype), right)
@@ -292,10 +295,15 @@ def merged(model: Any) -> list[Check]:
 
 
 def _delta(module: Any, adapter: str, weight: Tensor) -> Tensor:
-    """Compute s·B·A of an adapter (of all experts for theirs), laid out as the weight is."""
+    """Compute s·B·A of an adapter (of all experts for theirs), laid out as the weight is: that of embeddings, and of
+    GPT-2's linears, is transposed."""
+    if adapter in module.lora_embedding_A:
+        a, b = (part[adapter].double() for part in (module.lora_embedding_A, module.lora_embedding_B))
+        return module.scaling[adapter] * (b @ a).float().T
     a, b = (part[adapter].weight.double() for part in (module.lora_A, module.lora_B))
     if weight.dim() == 2:
-        return module.scaling[adapter] * (b @ a).float()
+        delta = module.scaling[adapter] * (b @ a).float()
+        return delta.T if module.fan_in_fan_out else delta
     count = len(weight)
     a, b = a.view(count, -1, a.shape[1]).float(), b.view(b.shape[0], -1, count).float()
     out = "eio" if module.get_base_layer().is_transposed else "eoi"
