@@ -4,10 +4,11 @@
 
 A checkpoint with random weights is written first. `read` reads its safetensors files from end to end and does nothing
 with them, `read in streams` does so by several threads; `copied` copies each tensor from the mapped file to the device
-and drops it, `staged` does so through pinned buffers; `pronghorn` is the house's loader, in 4 or 16 bits;
-`transformers` is `from_pretrained` with the same quantisation. Each is tried
-`--repeats` times, by turns; times are seconds, medians. Files are dropped from the page cache one by one
-(POSIX_FADV_DONTNEED), which asks the system and forces nothing: where it didn't, `cold read` is about `warm read`.
+and drops it, `staged` does so through pinned buffers, `staged by half` through half of their bytes by half of the
+threads; `pronghorn` is the house's loader, in 4 or 16 bits; `transformers` is `from_pretrained` with the same
+quantisation. Each is tried `--repeats` times, by turns; times are seconds, medians. Files are dropped from the page
+cache one by one (POSIX_FADV_DONTNEED), which asks the system and forces nothing: where it didn't, `cold read` is about
+`warm read`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pronghorn.device import device_name, versions
 from pronghorn.diagnose.shapes import check_model, checkpoint_of
 from pronghorn.loading.load import default_device, find_model, resolve_dtype
 from pronghorn.loading.one_by_one import load_one_by_one
-from pronghorn.loading.staging import Staging
+from pronghorn.loading.staging import BYTES, THREADS, Staging
 from pronghorn.loading.weights import bitsandbytes_config
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import check_weights, checkpoint
@@ -72,9 +73,9 @@ def copied(folder: Path) -> None:
         stored.read().to(default_device(), copy=True)
 
 
-def staged(folder: Path) -> None:
-    """Copy each tensor to the device through pinned buffers, as the house's loader does."""
-    with Staging(default_device()) as staging:
+def staged(folder: Path, shares: int = 1) -> None:
+    """Copy each tensor to the device through pinned buffers, as the house's loader does, of a part of their bytes."""
+    with Staging(default_device(), BYTES // shares, threads=THREADS // shares) as staging:
         for stored in checkpoint(folder):
             staging.copy(stored, stored.dtype)
 
@@ -110,6 +111,7 @@ def by_transformers(folder: Path, bits: int) -> Any:
 
 WAYS: dict[str, Callable[[Path], Any]] = {
     "read": read, "read in streams": read_in_streams, "copied": copied, "staged": staged,
+    "staged by half": partial(staged, shares=2),
 }  # fmt: skip
 LOADERS: dict[str, Callable[[Path, int], Any]] = {"pronghorn": by_pronghorn, "transformers": by_transformers}
 

@@ -123,6 +123,7 @@ def trainer_of(model: Any, case: Case, given: Any, folder: str) -> tuple[Any, An
             self.pairs: list[dict[str, float]] = []
             self.began: float | None = None
             self.watched = ExitStack()
+            self.places: list[Any] = []
             self.waits: list[str] = []
             self.handle: Any = attached(model)
             parameters = [p for p in model.parameters() if p.requires_grad]

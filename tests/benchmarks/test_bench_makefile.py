@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 EARLIER = {
     "trainer-step-waiting": "trainer-step",
-    "end-to-end-qwen3-0.6b-unwaiting": "end-to-end-qwen3-0.6b",
+    "end-to-end-qwen3-0.6b-non-blocking": "end-to-end-qwen3-0.6b",
     "load-qwen3-14b-by-one-thread": "load-qwen3-14b",
     "load-qwen3-30b-a3b-8-warm": "load-qwen3-14b",
     "load-buffers": "load-qwen3-14b",

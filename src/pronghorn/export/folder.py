@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all; a full disk is an error that says so. The tokenizer in them."""
+"""Folders that appear whole or not at all, and the tokenizer in them; a full disk is an error that says so."""
 
 from __future__ import annotations
 
@@ -94,9 +94,8 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
         return False
     if state.is_full(error):
         return True
-    made = next(
-        path for path in (folder, *folder.absolute().parents) if os.path.exists(path)
-    )  # it may not have come so far
+    # it may not have come so far as to make the folder
+    made = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     tells_nothing = isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno is None)
     return tells_nothing and shutil.disk_usage(made).free < 2**20
 

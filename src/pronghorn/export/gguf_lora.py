@@ -83,10 +83,8 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
         a: Tensor = adapter.a.detach().float().cpu()
         for part in parts_of(f"{path}.weight", table, base.config, family):  # B makes its rows, A reads its columns
             if part.name == "output.weight" and base.config.tie_word_embeddings:
-                what = (
-                    f"the adapter of {path} has no place in llama.cpp: the head is tied, and the base's file has none"
-                )
-                raise UnsupportedError(what, INSTEAD)
+                why = "the head is tied, and the base's file has none"
+                raise UnsupportedError(f"the adapter of {path} has no place in llama.cpp: {why}", INSTEAD)
             writer.add_tensor(f"{part.name}.lora_a", changed(Part(columns=part.columns), a).numpy())
             writer.add_tensor(f"{part.name}.lora_b", changed(Part(rows=part.rows), b).numpy())
     writer.write_header_to_file()

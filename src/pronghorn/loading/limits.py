@@ -19,7 +19,7 @@ from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_checkpoint import method_of
 from pronghorn.loading.stored_4bit import check_4bit
 from pronghorn.models.adapter_files import CLASSIFIES
-from pronghorn.models.families import check_config, has_experts
+from pronghorn.models.families import check_config, expert_counts, has_experts
 from pronghorn.precision.loader import PLAIN, StoredTensor, checkpoint
 
 LIMITS = {
@@ -44,7 +44,6 @@ _NEEDED = (
 """Sizes of which 0 is damage, too: something is divided by them, or nothing fits."""
 _OF_EACH_LAYER = ("intermediate_size", "moe_intermediate_size")
 """Sizes that may be a list (Gemma 3n)."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _REMEDY = "copy or download the model again: configuration and weights must be of one model"
@@ -126,7 +125,7 @@ def check_values(name: str | Path, config: Any) -> None:
                 f"fix config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
             )
         _check_rope(name, config, kind)
-    counts = [count for field in _EXPERTS if isinstance(count := getattr(text, field, None), int) and count > 1]
+    counts = [count for count in expert_counts(text) if isinstance(count, int) and count > 1]
     chosen = getattr(text, "num_experts_per_tok", None)
     if counts and has_experts(config) and isinstance(chosen, int) and not 1 <= chosen <= counts[0]:
         raise DataError(f"{name}: num_experts_per_tok {chosen} of {counts[0]:,} experts", "fix config.json")

@@ -170,10 +170,8 @@ class FoundModel:
         attention = check_config(self.config).load_attention
         shares = share is not None and not self.is_quantised
         model, reason = None, ""
-        faster = (
-            device.type == "cuda" and not self.is_quantised
-        )  # on a CPU transformers maps the files, which is faster
-        if quantization is not None or shares or faster:
+        to_gpu = device.type == "cuda" and not self.is_quantised  # on a CPU transformers is faster: it maps the files
+        if quantization is not None or shares or to_gpu:
             model, reason = load_one_by_one(
                 self.name, self.config, quantization, dtype, device, self.hub, attention, self.composite, share
             )

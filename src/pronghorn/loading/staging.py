@@ -14,8 +14,8 @@ from pronghorn.errors import DataError
 from pronghorn.precision.loader import InFile, StoredTensor
 
 BYTES = 64 * 2**20
-"""Of each of the two buffers: a millisecond's copy. With half of it and half the threads 8 GiB take a third longer from
-the page cache, and a seventh longer from a disk."""
+"""Of each of the two buffers: a millisecond's copy. With half of it and half the threads, copying takes two fifths
+longer from the page cache, and a sixth longer from a disk (`benchmarks.load`, staged by half)."""
 THREADS = 16
 """They read a buffer's parts side by side: one thread copies some 7 GB/s out of the system's page cache."""
 PART = 2**20
@@ -37,16 +37,20 @@ class Staging:
         device: a CUDA device; to another, tensors are copied straight.
         size: bytes of each buffer, a multiple of 8.
         staged: whether buffers are used; None for a CUDA device alone.
+        threads: that read.
     """
 
-    def __init__(self, device: torch.device, size: int = BYTES, staged: bool | None = None) -> None:
+    def __init__(
+        self, device: torch.device, size: int = BYTES, staged: bool | None = None, threads: int = THREADS
+    ) -> None:
         self._device, self._size = device, size
         on_cuda = device.type == "cuda"
         self._staged = on_cuda if staged is None else staged
         self._copied: list[torch.cuda.Event | None] = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
         self._turn = 0
         self._file, self._start, self._stop = Path(), 0, 0  # which bytes of which file are in that buffer
-        self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "pronghorn-load")
+        self._threads = ThreadPoolExecutor(min(threads, os.cpu_count() or 1), "pronghorn-load")
+        self._parts = threads
         self._buffers: list[Tensor] = []
         if self._staged:
             self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2)]
@@ -113,7 +117,7 @@ class Staging:
     def _fill(self, buffer: Tensor, file: Path, offset: int) -> None:
         """Read a file's bytes from the offset on until the buffer is full."""
         view = buffer.numpy().data
-        part = max(PART, -(-len(view) // THREADS))
+        part = max(PART, -(-len(view) // self._parts))
         starts = range(0, len(view), part)
         read = map if len(starts) == 1 else self._threads.map
         for _ in read(lambda start: _read(view[start : start + part], file, offset + start), starts):

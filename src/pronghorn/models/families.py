@@ -75,6 +75,12 @@ def has_experts(config: Any) -> bool:
     return bool(getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0))
 
 
+def expert_counts(config: Any) -> list[int]:
+    """List how many experts a layer has, by each of the names that configurations have for it."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return [count for name in names if (count := getattr(config, name, None)) is not None]
+
+
 def balances_experts(config: Any, asked: bool | None = None) -> bool:
     """Tell whether a batch's loss is to hold the routers' auxiliary loss: as the call asks, else as the configuration.
 
@@ -82,8 +88,7 @@ def balances_experts(config: Any, asked: bool | None = None) -> bool:
     dense ones may have its key in their `config.json`, which transformers doesn't read there.
     """
     wanted = getattr(config, "output_router_logits", False) if asked is None else asked
-    counts = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
-    told = [count for count in counts if count is not None]
+    told = expert_counts(config)
     family = FAMILIES.get(config.model_type)
     known = family is not None and family.source.startswith("transformers.")  # which count experts by these names
     return bool(wanted and (any(told) or not (told or known)))

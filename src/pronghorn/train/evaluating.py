@@ -21,10 +21,10 @@ from pronghorn.train import padding_free, validate
 from pronghorn.train.check_dataset import check_dataset
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
-from pronghorn.train.unwaiting import UnwaitingTrainer
+from pronghorn.train.non_blocking import NonBlockingTrainer
 
 
-class EvaluatingTrainer(UnwaitingTrainer):
+class EvaluatingTrainer(NonBlockingTrainer):
     """The part of `SFTTrainer` that evaluates and predicts."""
 
     args: Any

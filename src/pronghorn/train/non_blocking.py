@@ -1,8 +1,9 @@
-"""What stock's loop waits for the GPU for in every step, done without waiting: the host would prepare the next step
-only when the GPU has nothing left to do.
+"""Keep the host ahead of the GPU: a step of the trainer waits for nothing but its log.
 
-    batches    travel from pinned memory while the GPU computes
-    losses     those that aren't finite are left out of the log's mean on the device; stock reads each loss for that
+Stock's loop waits twice in each step, and then prepares the next one while the GPU has nothing to do:
+
+    batches    for each to arrive; here they travel from pinned memory while the GPU computes
+    losses     to leave those that aren't finite out of the log's mean, which is done on the device here
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from torch import Tensor
 from pronghorn.train.shared_layers import SharedLayersTrainer
 
 
-class UnwaitingTrainer(SharedLayersTrainer):
-    """TRL's trainer without these waits. Its arguments keep their meaning, and their values wherever they are read."""
+class NonBlockingTrainer(SharedLayersTrainer):
+    """TRL's trainer without these waits. Its arguments mean the same, and whoever reads them finds the same values."""
 
     _corrects = False
-    """Whether a training goes on whose losses are filtered here."""
+    """Whether losses are filtered here: during a training, as long as stock calls what corrects their sum."""
     _before: Tensor | None = None
-    """The sum of losses before this micro-batch's, if stock isn't to filter that one."""
+    """The sum of losses without this micro-batch's, between a step and the correction of the sum. Stock's filter is off
+    in between."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make stock's accelerator one whose loaders don't wait for their batches to arrive."""
@@ -39,8 +41,8 @@ class UnwaitingTrainer(SharedLayersTrainer):
             self._let_stock_filter()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Do a micro-batch's forward and backward, as stock does. It won't look whether the loss is finite."""
-        if self._before is not None:  # stock didn't call what corrects its sum
+        """Do a micro-batch's forward and backward as stock does, which won't read the loss afterwards."""
+        if self._before is not None:  # this version of stock doesn't call what corrects its sum
             self._corrects = False
             self._let_stock_filter()
         loss = super().training_step(*args, **kwargs)
@@ -52,8 +54,8 @@ class UnwaitingTrainer(SharedLayersTrainer):
         return loss
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count as stock does. It is what stock calls after it has added the loss and before any callback, so here a
-        loss that wasn't finite, also of somebody's own `training_step`, becomes the mean so far, as in stock."""
+        """Count as stock does, and correct its sum of losses: one that isn't finite counts as the mean so far, as in
+        stock. Stock calls this after it has added the loss, a subclass's own too, and before any callback."""
         before = self._before
         self._let_stock_filter()
         if before is not None:

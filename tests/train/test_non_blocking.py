@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from pronghorn import SFTTrainer
+from pronghorn.train.non_blocking import NonBlockingTrainer
 from pronghorn.train.shared_layers import SharedLayersTrainer
-from pronghorn.train.unwaiting import UnwaitingTrainer
 from support.trainers import adapted, config
 
 ROWS = Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9 + n, 10], "labels": [5, 6, 7, 8, 9 + n, 10]} for n in range(99)])
@@ -49,7 +49,7 @@ def test_losses_that_are_not_finite_are_logged_as_in_stock(
 ) -> None:
     ours = trained(stories, tmp_path / "ours", monkeypatch, of)
     for name in ("train", "training_step", "_track_num_input_tokens"):
-        monkeypatch.delattr(UnwaitingTrainer, name)
+        monkeypatch.delattr(NonBlockingTrainer, name)
     stock = trained(stories, tmp_path / "stock", monkeypatch, of)
     assert logged(ours) == logged(stock) and all(0 < loss < 30 for loss in logged(ours))
     assert ours.args.logging_nan_inf_filter is True
@@ -118,13 +118,13 @@ def test_where_stock_keeps_its_sum_elsewhere_it_filters_itself(
     trainer = SFTTrainer(model, config(tmp_path), train_dataset=ROWS, tokenizer=tokenizer)
     monkeypatch.setattr(SharedLayersTrainer, "training_step", lambda self: torch.tensor(float("nan")), raising=False)
     trainer._corrects = True
-    assert UnwaitingTrainer.training_step(trainer).isnan() and trainer.args.logging_nan_inf_filter
+    assert NonBlockingTrainer.training_step(trainer).isnan() and trainer.args.logging_nan_inf_filter
 
 
 def test_where_stock_does_not_call_what_corrects_its_sum_it_filters_itself_from_the_second_step_on(
     stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(UnwaitingTrainer, "_track_num_input_tokens", lambda self, inputs: None)
+    monkeypatch.setattr(NonBlockingTrainer, "_track_num_input_tokens", lambda self, inputs: None)
     ours = trained(stories, tmp_path, monkeypatch)
     assert all(0 < loss < 30 for loss in logged(ours)) and ours.args.logging_nan_inf_filter
 
