@@ -17,6 +17,7 @@ from benchmarks.op_case import LORA_SCALE, Case, Draw, Way, by_autograd, by_kern
 from pronghorn.kernels import grouped_gemm, moe_glu, moe_rows
 from pronghorn.kernels.grouped_fp8 import FP8Experts, multiply_fp8
 from pronghorn.kernels.moe_route import route_reference
+from pronghorn.kernels.quantise import quantise_rows
 from pronghorn.moe.route import Routing, route
 from pronghorn.parity.quantised import fast_sums
 
@@ -170,7 +171,7 @@ def fp8_case(
     """Multiply by frozen experts [E, K, N] in 8 bits, quantising what goes in; numbers are such that 8 bits hold them.
 
     Args:
-        way: a given one instead of this device's; "bf16" for that dtype's product.
+        way: torch's product in 8 bits instead of ours, or bf16's.
         of_tokens: x is tokens' [T, K], as of gates and ups, and their rows' dx are summed; else rows' [S, K].
     """
     routed = Routed(draw, tokens, experts, k)
@@ -196,7 +197,9 @@ def fp8_case(
             chosen = None if back else rows
             if codes is None:
                 return grouped_gemm.multiply(x, weight.mT if back else weight, offsets, best, rows=chosen)
-            return multiply_fp8(x, codes, offsets, chosen, back, way)
+            if way == "torch":
+                return _by_torch(x, codes, offsets, chosen, back)
+            return multiply_fp8(x, codes, offsets, x.dtype, chosen, back)
 
         def backward(outputs: Any, x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
             dx = multiply(dy, True)
@@ -211,6 +214,21 @@ def fp8_case(
         product=(tokens * k, inner, width), calls=2 * experts,
     )  # fmt: skip
     return replace(case, small=replace(case, formula=summed_fast))
+
+
+def _by_torch(x: Tensor, codes: FP8Experts, offsets: Tensor, rows: moe_rows.Rows | None, back: bool) -> Tensor:
+    """Do what `multiply_fp8` does, by torch's product, which wants rows gathered."""
+    functional: Any = torch.nn.functional
+    by_rows, side = functional.ScalingType.RowWise, codes.side(back)
+    assert side is not None
+    given, scales = quantise_rows(x)
+    if rows is not None:
+        given, scales = moe_rows.gather(given.view(torch.int16), rows).view(given.dtype), scales[rows.tokens]
+    product: Tensor = functional.scaled_grouped_mm(
+        given, side.codes.mT, scales.flatten(), by_rows, side.scales, by_rows, offs=offsets,
+        output_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
+    return product
 
 
 class _FastProduct(torch.autograd.Function):

@@ -13,7 +13,7 @@ from support.interpreted import check_interpreted
 from support.marks import needs_triton
 
 TESTS = Path(__file__).parents[1]
-NAMES = ("moe_route", "moe_rows", "moe_glu", "grouped_gemm", "mxfp4", "grouped_fp8")
+NAMES = ("moe_route", "expert_tiles", "moe_rows", "moe_glu", "grouped_gemm", "mxfp4", "grouped_fp8")
 
 
 @pytest.mark.gpu
@@ -114,18 +114,22 @@ def test_products_in_8_bits_compiled(capability: int, room: int, exact: bool, mo
     properties = SimpleNamespace(shared_memory_per_block_optin=room * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     kernel = grouped_fp8._multiply_codes
-    types = {"x_ptr": "*fp8e4nv", "w_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32"}
-    types |= {"y_ptr": "*bf16", "offsets_ptr": "*i32", "rows_ptr": "*i32", "N": "i32", "K": "i32"}
-    for depth in (2048, 2880, 40):
-        tile = grouped_fp8.fp8_tile(2880, depth, torch.device("cuda"), exact)
+    types = {"x": "*fp8e4nv", "w": "*fp8e4nv", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32", "y_ptr": "*bf16"}
+    types |= {"tiles_ptr": "*i32", "rows_ptr": "*i32", "TILES": "i32", "N": "i32", "K": "i32"}
+    for depth, described in ((2048, False), (2880, False), (40, False), *([(2048, True)] if capability == 90 else [])):
+        tile = grouped_fp8.fp8_tile(2880, torch.device("cuda"), exact)
         sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "WHOLE": depth % tile.depth == 0}
-        constants = {"E": 128, "EXPERTS": 128, "GATHER": True, "EXACT": exact, **sizes}
+        constants = {"E": 128, "DESCRIBED": described, "GATHER": not described, "EXACT": exact, **sizes}
+        if described:
+            types |= {"x": f"tensordesc<fp8e4nv[{tile.rows},{tile.depth}]>"}
+            types |= {"w": f"tensordesc<fp8e4nv[{tile.cols},{tile.depth}]>"}
         signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
         places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(kernel.arg_names) if each in types}
-        source = ASTSource(kernel, signature, places, aligned)
+        whole = [i for i, each in enumerate(kernel.arg_names) if each in types and "desc" not in types[each]]
+        source = ASTSource(kernel, signature, places, {(i,): [["tt.divisibility", 16]] for i in whole})
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert compiled.metadata.shared <= room * 1024, f"{tile}: {compiled.metadata.shared} bytes"
         instruction = "kind::f8f6f4" if capability == 100 else "e4m3.e4m3"
         assert instruction in compiled.asm["ptx"], tile
+        assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) is described

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels import (
+    expert_tiles,
     grouped_fp8,
     grouped_gemm,
     moe_glu,
@@ -18,8 +19,9 @@ from pronghorn.kernels import (
     moe_rows,
     mxfp4,
 )
-from pronghorn.kernels.quantise import quantise_rows_reference
+from pronghorn.kernels.quantise import RowCodes, quantise_rows_reference
 from pronghorn.parity.quantised import fast_sums
+from support.codes_checks import assert_codes, same, spoilt
 from support.interpreted import begin
 from support.kernel_checks import Kernels, References, compare, random, written
 from support.tolerance import assert_three_way
@@ -86,6 +88,8 @@ def check_glu(device: str, dtype: torch.dtype) -> None:
                 compare(f"{gate.kind}", moe_glu.forward_triton, moe_glu.forward, h, *more)
                 launch, reference = (backward(module) for module in (Kernels(moe_glu), References(moe_glu)))
                 compare(f"{gate.kind} backward", launch, reference, d, h, w, slots, *more)
+                if dtype is not torch.float64:
+                    check_glu_codes(spoilt(d.clone()), h, w, slots, *more)
 
 
 def backward(module: Any) -> Any:
@@ -96,6 +100,26 @@ def backward(module: Any) -> Any:
         return dh, dw, wa
 
     return run
+
+
+def check_glu_codes(d: Tensor, *given: Any) -> None:
+    """The codes are those of the dh that the same kernel writes, whatever else it writes; a row may be spoilt."""
+    (dh, dw), wa = written(moe_glu.backward_triton_)(d, *given)
+    for dh_read, a_read in ((True, True), (False, True), (False, False)):
+        codes = RowCodes.like(dh)
+        (again, dw_again), left = written(moe_glu.backward_triton_)(d, *given, dh_read, a_read, codes)
+        assert same(again, dh) if dh_read else again is None
+        assert same(left, wa if a_read else d)
+        torch.testing.assert_close(dw_again, dw, equal_nan=True)  # summed in parts of another width
+        assert_codes(f"dh, {dh_read}, {a_read}", codes, dh)
+
+
+def check_tiles(device: str, dtype: torch.dtype) -> None:
+    for tokens, k, experts, how in routings(device):
+        offsets = moe_route.route_reference(indices(tokens, k, experts, how), experts)[0].to(device)
+        for rows in (16, 128):
+            given = offsets, tokens * k, rows
+            assert torch.equal(expert_tiles.expert_tiles_triton(*given), expert_tiles.expert_tiles_reference(*given))
 
 
 def check_grouped_gemm(device: str, dtype: torch.dtype) -> None:
@@ -150,13 +174,13 @@ def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
     """Products of the same codes: exact ones are float64's, plain ones as tensor cores sum, rounded to the dtype."""
     if dtype is torch.float32 and device == "cuda":
         return  # results have 16 bits
-    ways = ("triton", "torch") if device == "cuda" and torch.cuda.get_device_capability()[0] == 9 else ("triton",)
+    copies = device == "cpu" or grouped_fp8.by_descriptors(torch.device(device))
     for tokens, k, experts, how in routings(device):
         index = indices(tokens, k, experts, how)
         offsets, _, *both = (part.to(device) for part in moe_route.route_reference(index, experts))
         offsets = torch.cat([offsets.new_full((1,), 10**6), offsets])[1:]  # what lies before isn't read
         rows = moe_rows.Rows(both[0], both[2])
-        for depth, columns in ((64, 130), (33, 3)) if device == "cpu" else ((64, 16), (256, 272), (160, 144), (33, 3)):
+        for depth, columns in ((144, 130), (33, 3)) if device == "cpu" else ((64, 16), (256, 272), (160, 144), (33, 3)):
             x = random(tokens, depth, device=device, dtype=dtype, seed=1)
             weight = random(experts, columns, depth, device=device, dtype=dtype, seed=2)
             side = grouped_fp8.Codes.of(weight if columns % 2 else weight.mT.contiguous().mT)
@@ -171,13 +195,16 @@ def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
             factor = torch.cat(factors)
             exact = torch.cat(sums) * factor.double()
             for exactly, plain in ((False, torch.cat(fast) * factor), (True, exact)):
-                for way in ways if depth % 16 == 0 == columns % 16 and dtype is torch.bfloat16 else ("triton",):
-                    for given, order in (((codes, scales), rows), (picked, None)):
-                        options = {"rows": order, "dtype": dtype, "exact": exactly}
-                        ours = grouped_fp8.multiply_codes(*given, side, offsets, way, **options)
-                        assert ours.dtype is dtype
-                        name = f"8 bits, {way}, {depth} to {columns}, exact {exactly}"
-                        assert_three_way(name, ours, plain.to(dtype), exact)
+                for given, order, described in (
+                    ((codes, scales), rows.tokens, False),
+                    (picked, None, False),
+                    *([(picked, None, True)] if copies and depth % grouped_fp8.MULTIPLE == 0 else []),
+                ):
+                    options = order, dtype, exactly, described
+                    ours = grouped_fp8.multiply_codes_triton(*given, side, offsets, *options)
+                    assert ours.dtype is dtype
+                    name = f"8 bits, {depth} to {columns}, exact {exactly}, described {described}"
+                    assert_three_way(name, ours, plain.to(dtype), exact)
                 again = grouped_fp8.multiply_codes(*picked, side, offsets, "loop", dtype=dtype)
                 assert_three_way("8 bits, plain torch", again, plain.to(dtype), exact)
 
@@ -223,6 +250,7 @@ def outer(way: Any) -> Any:
 
 CHECKS = {
     "moe_route": check_route,
+    "expert_tiles": check_tiles,
     "moe_rows": check_rows,
     "moe_glu": check_glu,
     "grouped_gemm": check_grouped_gemm,

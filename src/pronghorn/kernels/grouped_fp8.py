@@ -6,9 +6,9 @@ W lies in two layouts, quantised each by itself: [E, N, K] for x W with a scale 
 [E, K, N] for dy Wᵀ with a scale for each of K columns of dx. So tokens are quantised once, whatever experts they go to,
 and not each of their rows; both layouts are read along the sum, as tensor cores of 8 bits need it.
 
-Two ways besides the plain one: torch's `scaled_grouped_mm` (CUTLASS; Hopper, bfloat16), which wants rows gathered, and
-a Triton kernel, which reads them in place, for all else from Ada on. `choose_fp8` says which, and why. Formats:
-`kernels.quantise`.
+Besides the plain way there is a Triton kernel. On Hopper its tiles are copied by descriptors, but for those of tokens'
+rows, which it reads in place. Torch's `scaled_grouped_mm` gives the same bits and takes up to half as long again.
+Formats: `kernels.quantise`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of, tile_of
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
-from pronghorn.kernels.moe_rows import Rows, gather
-from pronghorn.kernels.quantise import DTYPE, quantise_rows
+from pronghorn.kernels.expert_tiles import expert_tiles
+from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of
+from pronghorn.kernels.launch import TensorDescriptor, cdiv, launch, tl, triton
+from pronghorn.kernels.moe_rows import Rows
+from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows
 
 MULTIPLE = 16
-"""Sizes that torch's product takes are a multiple of this."""
+"""Numbers of a row that descriptors take are a multiple of this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,111 +75,108 @@ class FP8Experts:
         return self.backward if transposed else self.forward
 
 
-def choose_fp8(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[Way, str]:
-    """Return the way that grouped products in 8 bits take, and why.
-
-    Args:
-        dtype: of the results.
-        sizes: every K and N.
-    """
+def choose_fp8(device: torch.device) -> tuple[Way, str]:
+    """Return the way that grouped products in 8 bits take, and why."""
     if device.type != "cuda":
         return "loop", f"plain torch, expert by expert, on {device.type}"
+    if by_descriptors(device):
+        return "triton", "tiles are copied by Hopper's copy engines, those of tokens' rows read in place"
     major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
-        return "triton", f"torch's scaled_grouped_mm by rows is for Hopper, this is compute capability {major}.{minor}"
-    if not hasattr(torch.nn.functional, "scaled_grouped_mm"):
-        return "triton", f"torch {torch.__version__} has no scaled_grouped_mm"
-    if dtype is not torch.bfloat16:
-        return "triton", f"torch's scaled_grouped_mm gives bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if any(size % MULTIPLE for size in sizes):
-        return "triton", f"torch's scaled_grouped_mm needs multiples of {MULTIPLE}, sizes are {sizes}"
-    return "torch", "torch's scaled_grouped_mm has kernels for Hopper"
+    return "triton", f"tiles are read in place, as copy engines are used on Hopper, this is {major}.{minor}"
 
 
-def fp8_tile(columns: int, depth: int, device: torch.device, exact: bool = False) -> Tile:
+def by_descriptors(device: torch.device) -> bool:
+    """Say whether tiles are copied by descriptors there: where that was measured."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def fp8_tile(columns: int, device: torch.device, exact: bool = False) -> Tile:
     """Return the tile of a product in 8 bits, larger where a block may have 200 KB of shared memory (H100, B200).
 
-    Exact sums need as many registers again: their tile stays narrow. A step that divides the sum needs no masks.
+    Exact sums need as many registers again: their tile stays narrow.
     """
-    step = 128 if depth % 128 == 0 or depth % 64 else 64
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)
         if properties.shared_memory_per_block_optin >= 200 * 1024:
-            return Tile(128, 128 if exact or columns <= 128 else 256, step, 8, 4)
-    return Tile(128, 128, step, 8, 3)
+            return Tile(128, 128 if exact or columns <= 128 else 256, 128, 8, 4)
+    return Tile(128, 128, 128, 8, 3)
 
 
 @triton.jit
 def _multiply_codes(
-    x_ptr,  # e4m3 [T, K]
-    x_scales_ptr,  # float32 [T]
-    w_ptr,  # e4m3 [E, N, K]
+    x,  # e4m3 [S, K], or [T, K] with GATHER: its descriptor with DESCRIBED, else where it lies
+    w,  # e4m3 [E · N, K], the same
+    x_scales_ptr,  # float32 [S], or [T] with GATHER
     w_scales_ptr,  # float32 [E, N]
     y_ptr,  # [S, N]
-    offsets_ptr,  # int32 [E]
+    tiles_ptr,  # int32 [3, TILES]
     rows_ptr,  # int32 [S]; read with GATHER only
-    N, K,
-    E: tl.constexpr, EXPERTS: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
+    TILES, N, K,
+    E: tl.constexpr, DESCRIBED: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of y, of one expert's rows."""
     across = tl.cdiv(N, COLS)
-    expert, start, end = tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
+    tile = tl.program_id(0) // across
+    expert = tl.load(tiles_ptr + tile)
     if expert < E:
-        rows = start + tl.arange(0, ROWS)
-        cols = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)
-        # Rows and columns outside read one that is inside: their results are not stored.
+        start, end = tl.load(tiles_ptr + TILES + tile), tl.load(tiles_ptr + 2 * TILES + tile)
+        first = (tl.program_id(0) % across) * COLS
+        rows, cols = start + tl.arange(0, ROWS), first + tl.arange(0, COLS)
+        # Rows and columns outside read one that is inside, or by descriptors other experts': their results are not
+        # stored.
         source = tl.minimum(rows, end - 1)
         if GATHER:
             source = tl.load(rows_ptr + source)
         of_w = expert.to(tl.int64) * N + tl.minimum(cols, N - 1)
         depth = tl.arange(0, DEPTH)
-        x = x_ptr + source.to(tl.int64)[:, None] * K + depth[None, :]
-        w = w_ptr + of_w[None, :] * K + depth[:, None]
+        if not DESCRIBED:
+            left_ptr = x + source.to(tl.int64)[:, None] * K + depth[None, :]
+            right_ptr = w + of_w[None, :] * K + depth[:, None]
         total = tl.zeros((ROWS, COLS), tl.float32)
         for k in range(0, K, DEPTH):
-            if WHOLE:
-                left, right = tl.load(x), tl.load(w)
+            if DESCRIBED:  # zeros past K
+                left, right = x.load([start, k]), w.load([expert * N + first, k]).T
             else:
-                left = tl.load(x, mask=(depth < K - k)[None, :], other=0.0)
-                right = tl.load(w, mask=(depth < K - k)[:, None], other=0.0)
+                if WHOLE:
+                    left, right = tl.load(left_ptr), tl.load(right_ptr)
+                else:
+                    left = tl.load(left_ptr, mask=(depth < K - k)[None, :], other=0.0)
+                    right = tl.load(right_ptr, mask=(depth < K - k)[:, None], other=0.0)
+                left_ptr += DEPTH
+                right_ptr += DEPTH
             if EXACT:  # the tensor cores add up one step only: their own sums keep too few bits
                 total = tl.dot(left, right, total, input_precision="ieee", max_num_imprecise_acc=DEPTH)
             else:
                 total = tl.dot(left, right, total, input_precision="ieee")
-            x += DEPTH
-            w += DEPTH
         total *= tl.load(x_scales_ptr + source)[:, None] * tl.load(w_scales_ptr + of_w)[None, :]
         y = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
         tl.store(y, total.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < N)[None, :])
 
 
 def multiply_codes_triton(
-    codes: Tensor, scales: Tensor, weight: Codes, offsets: Tensor, rows: Tensor | None, dtype: torch.dtype, exact: bool
-) -> Tensor:
-    """Do what `multiply_codes` does, by its Triton kernel."""
+    codes: Tensor, scales: Tensor, weight: Codes, offsets: Tensor, rows: Tensor | None, dtype: torch.dtype, exact: bool,
+    described: bool,
+) -> Tensor:  # fmt: skip
+    """Do what `multiply_codes` does, by its Triton kernel, which reads tiles by descriptors if `described`."""
     experts, columns, depth = weight.codes.shape
-    tile = fp8_tile(columns, depth, codes.device, exact)
+    tile = fp8_tile(columns, codes.device, exact)
     y = torch.empty(len(codes) if rows is None else len(rows), columns, dtype=dtype, device=codes.device)
-    grid = (cdiv(len(y), tile.rows) + experts) * cdiv(columns, tile.cols)
+    if not len(y):
+        return y
+    tiles = expert_tiles(offsets, len(y), tile.rows)
+    x: Any = codes
+    w: Any = weight.codes.view(experts * columns, depth)
+    if described:
+        x = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        w = TensorDescriptor.from_tensor(w, [tile.cols, tile.depth])
     launch(
-        _multiply_codes, (grid,),
-        codes, scales, weight.codes, weight.scales, y, offsets, offsets if rows is None else rows, columns, depth,
-        E=experts, EXPERTS=next_power_of_2(experts), GATHER=rows is not None, WHOLE=depth % tile.depth == 0,
-        EXACT=exact, ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        _multiply_codes, (tiles.shape[1] * cdiv(columns, tile.cols),),
+        x, w, scales, weight.scales, y, tiles, tiles if rows is None else rows, tiles.shape[1], columns, depth,
+        E=experts, DESCRIBED=described, GATHER=rows is not None, WHOLE=depth % tile.depth == 0, EXACT=exact,
+        ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
-
-
-def multiply_codes_torch(codes: Tensor, scales: Tensor, weight: Codes, offsets: Tensor, exact: bool) -> Tensor:
-    """Multiply gathered rows by torch's product, in bfloat16."""
-    functional: Any = torch.nn.functional
-    by_rows = functional.ScalingType.RowWise
-    product: Tensor = functional.scaled_grouped_mm(
-        codes, weight.codes.mT, scales.flatten(), by_rows, weight.scales, by_rows, offs=offsets,
-        output_dtype=torch.bfloat16, use_fast_accum=not exact,
-    )  # fmt: skip
-    return product
 
 
 def multiply_codes_reference(
@@ -207,31 +205,26 @@ def multiply_codes(
     Returns:
         [S, N] in `dtype`.
     """
+    tokens = None if rows is None else rows.tokens
     if way == "loop":
-        return multiply_codes_reference(codes, scales, weight, offsets, None if rows is None else rows.tokens, dtype)
-    if way == "triton":
-        tokens = None if rows is None else rows.tokens
-        return multiply_codes_triton(codes, scales, weight, offsets, tokens, dtype, exact)
-    assert dtype is torch.bfloat16, "scaled_grouped_mm gives bfloat16"
-    if rows is not None:
-        codes = gather(codes.view(torch.int16), rows).view(DTYPE)
-        scales = scales[rows.tokens]
-    return multiply_codes_torch(codes, scales, weight, offsets, exact)
+        return multiply_codes_reference(codes, scales, weight, offsets, tokens, dtype)
+    described = tokens is None and codes.shape[1] % MULTIPLE == 0 and by_descriptors(codes.device)
+    return multiply_codes_triton(codes, scales, weight, offsets, tokens, dtype, exact, described)
 
 
 def multiply_fp8(
-    x: Tensor, weight: FP8Experts, offsets: Tensor, rows: Rows | None = None, transposed: bool = False,
-    way: Way | None = None,
+    x: Tensor | RowCodes, weight: FP8Experts, offsets: Tensor, dtype: torch.dtype, rows: Rows | None = None,
+    transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Quantise rows and multiply them by their expert's weight: x W_e [S, N]; transposed, of dy: dy W_eᵀ [S, K].
+    """Multiply rows by their expert's weight in 8 bits: x W_e [S, N]; transposed, of dy: dy W_eᵀ [S, K].
 
     Args:
-        x: [T, K] in the dtype of the result; transposed: [T, N].
+        x: [T, K], or its codes; transposed: [T, N].
         offsets, rows: as `grouped_gemm.multiply`'s.
-        way: another one than `choose_fp8`'s.
+        dtype: of the result.
     """
-    codes, scales = quantise_rows(x)
+    codes, scales = x if isinstance(x, RowCodes) else quantise_rows(x)
     side = weight.side(transposed)
     assert side is not None
-    way = way or choose_fp8(x.device, x.dtype, tuple(side.codes.shape[1:]))[0]
-    return multiply_codes(codes, scales, side, offsets, way, rows=rows, dtype=x.dtype, exact=weight.exact)
+    way = choose_fp8(codes.device)[0]
+    return multiply_codes(codes, scales, side, offsets, way, rows=rows, dtype=dtype, exact=weight.exact)

@@ -17,6 +17,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
 
     class _Absent:
@@ -28,9 +29,9 @@ except ImportError:
         def __call__(self, *args: Any, **options: Any) -> Any:
             return self
 
-    triton = tl = _Absent()
+    triton = tl = TensorDescriptor = _Absent()
 
-__all__ = ["by_device", "cdiv", "launch", "next_power_of_2", "tl", "triton"]
+__all__ = ["TensorDescriptor", "by_device", "cdiv", "launch", "next_power_of_2", "tl", "triton"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,10 +49,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Args:
         kernel: a function under `triton.jit`; its compile-time parameters come last.
-        args: tensors and numbers, in order.
+        args: tensors, their descriptors and numbers, in order.
         options: compile-time values, and Triton's own (num_warps, num_stages).
     """
-    shown = [(a.dtype, a.data_ptr() % _ALIGNMENT) if isinstance(a, Tensor) else a for a in args]
+    shown = [_kind(a) for a in args]
     key = (kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else -1, *shown, *options.values())
     known = _compiled.get(key)
     if known is not None:
@@ -65,6 +66,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         names = kernel.arg_names[len(args) :]
         if all(name in options for name in names):
             _compiled[key] = compiled, tuple(options[name] for name in names)
+
+
+def _kind(argument: Any) -> Any:
+    """Return what of an argument can change the compiled form."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % _ALIGNMENT
+    if hasattr(argument, "block_shape"):
+        return argument.base.dtype, *argument.block_shape
+    return argument
 
 
 def by_device(reference: Callable[P, R], kernel: Callable[P, R], at: int = 0, float64: bool = True) -> Callable[P, R]:

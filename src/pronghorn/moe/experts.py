@@ -29,6 +29,7 @@ from pronghorn.kernels.moe_rows import Rows, combine
 from pronghorn.kernels.mxfp4 import multiply_packed
 from pronghorn.kernels.once import refuse_second_derivatives
 from pronghorn.kernels.packed import PackedExperts
+from pronghorn.kernels.quantise import RowCodes
 from pronghorn.moe.route import Routing
 from pronghorn.ranges import ADAPTERS, PRODUCTS, part
 
@@ -100,11 +101,22 @@ class _Product:
         """The way of products with a rank: grouped_mm can neither add to a result nor gather nor give float32."""
         return "triton" if self.way == "torch" else self.way
 
-    def multiply(self, x: Tensor, rows: Rows | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return (y, x Aᵀ); transposed, of dy: (dx, dy B)."""
+    def in_8_bits(self, transposed: bool) -> bool:
+        """Say whether x W, or dy Wᵀ if `transposed`, multiplies codes."""
+        return self.codes is not None and self.codes.side(transposed) is not None
+
+    def multiply(
+        self, x: Any, rows: Rows | None = None, transposed: bool = False, codes: RowCodes | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (y, x Aᵀ); transposed, of dy: (dx, dy B).
+
+        Args:
+            codes: x's, if they are there; only adapters read x then, and without any it may be None.
+        """
         with part(PRODUCTS):
-            if self.codes is not None and self.codes.side(transposed) is not None:
-                y = multiply_fp8(x, self.codes, self.offsets, rows, transposed)
+            if self.codes is not None and self.in_8_bits(transposed):
+                given = x if codes is None else codes
+                y = multiply_fp8(given, self.codes, self.offsets, self.dtype, rows, transposed)
             elif isinstance(self.weight, PackedExperts):
                 y = multiply_packed(x, self.weight, self.offsets, rows, transposed)
             else:
@@ -187,7 +199,11 @@ class _Experts(torch.autograd.Function):
 
         # d = dy W2ᵀ, not weighted, and from it dh and dw (`kernels.moe_glu`); b2's part of dw
         d, dyb = down.multiply(dy, rows, transposed=True)
-        dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], b1, routing.experts)
+        codes = RowCodes.like(h) if gate_up.in_8_bits(transposed=True) else None
+        dh_read, a_read = codes is None or gate_up.a is not None or needs[0] or needs[6], needs[3] or needs[4]
+        more = b1, routing.experts, dh_read, a_read, codes
+        dh: Any  # None where its codes are all that is read
+        dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], *more)
         if b2 is not None:
             dw = dw + (dy @ b2.t()).gather(1, routing.choice).to(dw.dtype)
 
@@ -204,6 +220,6 @@ class _Experts(torch.autograd.Function):
         # gradients of gate and up, and dx, summed over each token's rows
         if needs[6]:
             bias_grads[0] = gate_up.bias_grad(dh.new_ones(len(dh), 1), (dh, None), tensors[12].dtype)
-        dx, dhb = gate_up.multiply(dh, transposed=True)
+        dx, dhb = gate_up.multiply(dh, transposed=True, codes=codes)
         gate_up_grads = gate_up.gradients(needs[:3], (x, rows), (dh, None), xa, dhb)
         return combine(dx, routing.inverse), dw, *(None,) * 7, *gate_up_grads, *down_grads, *bias_grads

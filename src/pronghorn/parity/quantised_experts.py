@@ -104,7 +104,7 @@ def compared_experts(lent: LentCodes, name: str, fast: bool) -> list[Distance]:
                 continue
             size = side.shape[2]
             x = random_rows(size, generator, len(owners)).to(device, dtype)
-            ours = multiply_fp8(x, codes, offsets, transposed=backward)
+            ours = multiply_fp8(x, codes, offsets, dtype, transposed=backward)
             exact, plain = [], []
             for e in dict.fromkeys(owners):
                 rows = [number for number, owner in enumerate(owners) if owner == e]
