@@ -13,7 +13,7 @@ from support.interpreted import check_interpreted
 from support.marks import needs_triton
 
 TESTS = Path(__file__).parents[1]
-NAMES = ("moe_route", "expert_tiles", "moe_rows", "moe_glu", "grouped_gemm", "mxfp4", "grouped_fp8")
+NAMES = ("moe_route", "moe_rows", "moe_glu", "grouped_gemm", "mxfp4", "grouped_fp8")
 
 
 @pytest.mark.gpu
@@ -115,11 +115,11 @@ def test_products_in_8_bits_compiled(capability: int, room: int, exact: bool, mo
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     kernel = grouped_fp8._multiply_codes
     types = {"x": "*fp8e4nv", "w": "*fp8e4nv", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32", "y_ptr": "*bf16"}
-    types |= {"tiles_ptr": "*i32", "rows_ptr": "*i32", "TILES": "i32", "N": "i32", "K": "i32"}
+    types |= {"offsets_ptr": "*i32", "rows_ptr": "*i32", "N": "i32", "K": "i32"}
     for depth, described in ((2048, False), (2880, False), (40, False), *([(2048, True)] if capability == 90 else [])):
         tile = grouped_fp8.fp8_tile(2880, torch.device("cuda"), exact)
         sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "WHOLE": depth % tile.depth == 0}
-        constants = {"E": 128, "DESCRIBED": described, "GATHER": not described, "EXACT": exact, **sizes}
+        constants = {"E": 128, "EXPERTS": 128, "DESCRIBED": described, "GATHER": not described, "EXACT": exact, **sizes}
         if described:
             types |= {"x": f"tensordesc<fp8e4nv[{tile.rows},{tile.depth}]>"}
             types |= {"w": f"tensordesc<fp8e4nv[{tile.cols},{tile.depth}]>"}

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.expert_tiles import expert_tiles
-from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of
-from pronghorn.kernels.launch import TensorDescriptor, cdiv, launch, tl, triton
+from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of, tile_of
+from pronghorn.kernels.launch import TensorDescriptor, cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows
 
@@ -93,12 +92,12 @@ def by_descriptors(device: torch.device) -> bool:
 def fp8_tile(columns: int, device: torch.device, exact: bool = False) -> Tile:
     """Return the tile of a product in 8 bits, larger where a block may have 200 KB of shared memory (H100, B200).
 
-    Exact sums need as many registers again: their tile stays narrow.
+    Exact sums need as many registers again: their tile stays narrow, and two programs share a multiprocessor.
     """
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)
         if properties.shared_memory_per_block_optin >= 200 * 1024:
-            return Tile(128, 128 if exact or columns <= 128 else 256, 128, 8, 4)
+            return Tile(128, 128, 128, 4, 3) if exact or columns <= 128 else Tile(128, 256, 128, 8, 4)
     return Tile(128, 128, 128, 8, 3)
 
 
@@ -109,18 +108,16 @@ def _multiply_codes(
     x_scales_ptr,  # float32 [S], or [T] with GATHER
     w_scales_ptr,  # float32 [E, N]
     y_ptr,  # [S, N]
-    tiles_ptr,  # int32 [3, TILES]
+    offsets_ptr,  # int32 [E]
     rows_ptr,  # int32 [S]; read with GATHER only
-    TILES, N, K,
-    E: tl.constexpr, DESCRIBED: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    N, K,
+    E: tl.constexpr, EXPERTS: tl.constexpr, DESCRIBED: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr,
+    EXACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of y, of one expert's rows."""
     across = tl.cdiv(N, COLS)
-    tile = tl.program_id(0) // across
-    expert = tl.load(tiles_ptr + tile)
+    expert, start, end = tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
     if expert < E:
-        start, end = tl.load(tiles_ptr + TILES + tile), tl.load(tiles_ptr + 2 * TILES + tile)
         first = (tl.program_id(0) % across) * COLS
         rows, cols = start + tl.arange(0, ROWS), first + tl.arange(0, COLS)
         # Rows and columns outside read one that is inside, or by descriptors other experts': their results are not
@@ -164,16 +161,16 @@ def multiply_codes_triton(
     y = torch.empty(len(codes) if rows is None else len(rows), columns, dtype=dtype, device=codes.device)
     if not len(y):
         return y
-    tiles = expert_tiles(offsets, len(y), tile.rows)
     x: Any = codes
     w: Any = weight.codes.view(experts * columns, depth)
     if described:
         x = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w = TensorDescriptor.from_tensor(w, [tile.cols, tile.depth])
     launch(
-        _multiply_codes, (tiles.shape[1] * cdiv(columns, tile.cols),),
-        x, w, scales, weight.scales, y, tiles, tiles if rows is None else rows, tiles.shape[1], columns, depth,
-        E=experts, DESCRIBED=described, GATHER=rows is not None, WHOLE=depth % tile.depth == 0, EXACT=exact,
+        _multiply_codes, ((cdiv(len(y), tile.rows) + experts) * cdiv(columns, tile.cols),),
+        x, w, scales, weight.scales, y, offsets, offsets if rows is None else rows, columns, depth,
+        E=experts, EXPERTS=next_power_of_2(experts), DESCRIBED=described, GATHER=rows is not None,
+        WHOLE=depth % tile.depth == 0, EXACT=exact,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y

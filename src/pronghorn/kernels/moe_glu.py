@@ -22,7 +22,7 @@ from torch.nn.functional import gelu, silu
 
 from pronghorn.kernels.glu import _activate
 from pronghorn.kernels.launch import by_device, cdiv, launch, next_power_of_2, tl, triton
-from pronghorn.kernels.quantise import RowCodes, larger, quantise_into_triton, store_scale
+from pronghorn.kernels.quantise import RowCodes, larger, store_codes_of_parts
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ def forward_reference(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tenso
 
 def backward_reference_(
     d: Tensor, h: Tensor, weights: Tensor, slots: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor,
-    dh_read: bool = True, a_read: bool = True, codes: RowCodes | None = None,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """Return (dh, dw), and put w·a in the place of d.
+    activated: bool = True, codes: RowCodes | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return (dh, dw), and put w·a in the place of d if it is wanted.
 
     Args:
         d: [S, I], contiguous, overwritten: the gradient before it is weighted.
         weights: [T, K]; slots: int32 [S], where in it each row's weight lies.
-        dh_read, a_read: whether anybody reads dh, and w·a; if not, d may keep what it had.
+        activated: whether anybody reads w·a; if not, d keeps what it had.
         codes: where dh's are written, if they are wanted.
     Returns:
-        dh: [S, 2·I] in h's dtype, or None if nobody reads it; dw: [T, K] in the weights'.
+        dh: [S, 2·I] in h's dtype; dw: [T, K] in the weights'.
     """
     index = slots.long()
     with torch.enable_grad():
@@ -69,11 +69,12 @@ def backward_reference_(
     (dh,) = torch.autograd.grad(a, leaf, wide * w)
     dw = torch.empty_like(weights.flatten())
     dw[index] = (wide * a.detach()).sum(1).to(dw.dtype)
-    d.copy_(a.detach() * w)
+    if activated:
+        d.copy_(a.detach() * w)
     dh = dh.to(h.dtype)
     if codes is not None:
         codes.fill_reference(dh)
-    return dh if dh_read else None, dw.view_as(weights)
+    return dh, dw.view_as(weights)
 
 
 def _biased(h: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
@@ -90,10 +91,8 @@ def _activate_reference(h: Tensor, gate: Gate) -> Tensor:
 
 
 BLOCK = 1024
-WHOLE = 4096
-"""The widest row that a program holds to quantise it."""
-PER_WARP = 512
-"""Columns of a row that a warp holds then."""
+BACK_BLOCK = 256
+"""Columns at a time of a row's backward, by two warps: rows of 768 leave a quarter of 1,024 idle."""
 _KINDS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 
 
@@ -157,43 +156,37 @@ def _forward(
 @triton.jit
 def _backward(
     d_ptr, h_ptr, w_ptr, slots_ptr, bias_ptr, experts_ptr, dh_ptr, dw_ptr, codes_ptr, scales_ptr, WIDTH, alpha, limit,
-    KIND: tl.constexpr, BIAS: tl.constexpr,
-    DH: tl.constexpr, ACTIVATED: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, ACTIVATED: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a row's weight; with DH dh, with ACTIVATED w·a over d, with CODES those of dh.
+    """Write a row's dh and the gradient of its weight; with ACTIVATED w·a over d, with CODES those of dh.
 
-    d: [S, WIDTH]; h, dh, codes: [S, 2·WIDTH]; w, dw: [T, K]; slots, experts, scales: [S]; bias: [E, 2·WIDTH]. With
-    CODES a row is one block.
+    d: [S, WIDTH]; h, dh, codes: [S, 2·WIDTH]; w, dw: [T, K]; slots, experts, scales: [S]; bias: [E, 2·WIDTH].
     """
     row = tl.program_id(0).to(tl.int64)
     expert, slot = tl.load(experts_ptr + row).to(tl.int64), tl.load(slots_ptr + row).to(tl.int64)
     w = tl.load(w_ptr + slot).to(tl.float32)
-    dw = tl.zeros((BLOCK,), tl.float32)
+    dw, most = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    dh = dh_ptr + row * 2 * WIDTH
     for start in range(0, WIDTH, BLOCK):
         cols, inside, pairs, both = _columns(start, WIDTH, BLOCK)
         g, u = _gate_up(h_ptr, bias_ptr, row, expert, start, WIDTH, KIND, BIAS, BLOCK)
         d = tl.load(d_ptr + row * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
         a, dg, du = _gated(g, u, alpha, limit, KIND)
         dw += d * a
-        dg, du = (w * d * dg).to(h_ptr.dtype.element_ty), (w * d * du).to(h_ptr.dtype.element_ty)
-        if DH:
-            if KIND == 2:
-                tl.store(dh_ptr + row * 2 * WIDTH + pairs, tl.interleave(dg, du), mask=both)
-            else:
-                tl.store(dh_ptr + row * 2 * WIDTH + cols, dg, mask=inside)
-                tl.store(dh_ptr + row * 2 * WIDTH + WIDTH + cols, du, mask=inside)
+        dg, du = (w * d * dg).to(dh_ptr.dtype.element_ty), (w * d * du).to(dh_ptr.dtype.element_ty)
+        if KIND == 2:
+            tl.store(dh + pairs, tl.interleave(dg, du), mask=both)
+        else:
+            tl.store(dh + cols, dg, mask=inside)
+            tl.store(dh + WIDTH + cols, du, mask=inside)
         if ACTIVATED:
             tl.store(d_ptr + row * WIDTH + cols, (w * a).to(d_ptr.dtype.element_ty), mask=inside)
         if CODES:
-            codes = codes_ptr + row * 2 * WIDTH
-            inverse = store_scale(larger(tl.abs(dg.to(tl.float32)), du.to(tl.float32)), scales_ptr + row)
-            dg, du = (dg * inverse).to(codes.dtype.element_ty), (du * inverse).to(codes.dtype.element_ty)
-            if KIND == 2:
-                tl.store(codes + pairs, tl.interleave(dg, du), mask=both)
-            else:
-                tl.store(codes + cols, dg, mask=inside)
-                tl.store(codes + WIDTH + cols, du, mask=inside)
+            most = larger(larger(most, dg.to(tl.float32)), du.to(tl.float32))
     tl.store(dw_ptr + slot, tl.sum(dw, 0).to(dw_ptr.dtype.element_ty))
+    if CODES:
+        codes, scale = codes_ptr + row * 2 * WIDTH, scales_ptr + row
+        store_codes_of_parts(dh, dh, codes, scale, most, 2 * WIDTH, COLUMNS=False, BLOCK=2 * BLOCK)
 
 
 def forward_triton(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) -> Tensor:
@@ -210,27 +203,19 @@ def forward_triton(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) 
 
 def backward_triton_(
     d: Tensor, h: Tensor, weights: Tensor, slots: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor,
-    dh_read: bool = True, a_read: bool = True, codes: RowCodes | None = None,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    activated: bool = True, codes: RowCodes | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Do what `backward_` does, by its Triton kernels."""
     rows, width = d.shape
     weights = weights.contiguous()
-    block = next_power_of_2(width)
-    whole = codes is not None and block <= WHOLE
-    dh = torch.empty_like(h) if dh_read or not whole else None
-    dw = torch.empty_like(weights)
-    block = block if whole else min(BLOCK, block)
+    dh, dw = torch.empty_like(h), torch.empty_like(weights)
     launch(
         _backward, (rows,),
-        d, h, weights, slots, h if bias is None else bias.contiguous(), experts, h if dh is None else dh, dw,
-        *(codes if whole and codes is not None else (h, h)), width, gate.alpha, gate.limit,
-        KIND=_KINDS[gate.kind], BIAS=bias is not None, DH=dh is not None, ACTIVATED=a_read, CODES=whole, BLOCK=block,
-        num_warps=max(4, block // PER_WARP),
+        d, h, weights, slots, h if bias is None else bias.contiguous(), experts, dh, dw, *(codes or (dh, dh)), width,
+        gate.alpha, gate.limit, KIND=_KINDS[gate.kind], BIAS=bias is not None, ACTIVATED=activated,
+        CODES=codes is not None, BLOCK=min(BACK_BLOCK, next_power_of_2(width)), num_warps=2,
     )  # fmt: skip
-    if codes is not None and not whole:
-        assert dh is not None
-        quantise_into_triton(dh, codes)
-    return dh if dh_read else None, dw
+    return dh, dw
 
 
 forward = by_device(forward_reference, forward_triton)

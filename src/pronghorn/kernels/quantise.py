@@ -103,15 +103,9 @@ def _rows(
 @triton.jit
 def store_codes(x, codes_ptr, scale_ptr, cols, inside):
     """Quantise a row that is held as a whole: x float32, as it was stored (times c), zero outside."""
-    tl.store(codes_ptr + cols, (x * store_scale(x, scale_ptr)).to(codes_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_scale(most, scale_ptr):
-    """Store a row's scale and return 1 / scale; most: some |x| of the row, the largest among them."""
-    scale = _scale(most)
+    scale = _scale(x)
     tl.store(scale_ptr, scale)
-    return tl.div_rn(1.0, scale)
+    tl.store(codes_ptr + cols, (x * tl.div_rn(1.0, scale)).to(codes_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -126,7 +120,9 @@ def store_codes_of_parts(x_ptr, columns_ptr, codes_ptr, scale_ptr, most, K, COLU
 
     most: [BLOCK], the largest |x · c| of every BLOCK-th column.
     """
-    inverse = store_scale(most, scale_ptr)
+    scale = _scale(most)
+    tl.store(scale_ptr, scale)
+    inverse = tl.div_rn(1.0, scale)
     tl.debug_barrier()  # other threads than those that read now may have stored
     for start in range(0, K, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -175,14 +171,8 @@ def _codes_across(
 
 def quantise_rows_triton(x: Tensor, columns: Tensor | None = None) -> RowCodes:
     """Do what `quantise_rows` does, by its Triton kernel."""
-    made = RowCodes.like(x)
-    quantise_into_triton(x, made, columns)
-    return made
-
-
-def quantise_into_triton(x: Tensor, made: RowCodes, columns: Tensor | None = None) -> None:
-    """Write what `quantise_rows` returns."""
     count, size = x.shape
+    made = RowCodes.like(x)
     whole = size <= WIDEST
     block = next_power_of_2(size) if whole else 4096
     warps = min(max(block // PER_WARP, 4), 16)
@@ -190,6 +180,7 @@ def quantise_into_triton(x: Tensor, made: RowCodes, columns: Tensor | None = Non
         _rows, (count,), x, made.scales if columns is None else columns, *made, x.stride(0), size,
         COLUMNS=columns is not None, WHOLE=whole, BLOCK=block, num_warps=warps,
     )  # fmt: skip
+    return made
 
 
 def transposed_triton(codes: Tensor) -> Tensor:

@@ -106,13 +106,9 @@ class _Product:
         return self.codes is not None and self.codes.side(transposed) is not None
 
     def multiply(
-        self, x: Any, rows: Rows | None = None, transposed: bool = False, codes: RowCodes | None = None
+        self, x: Tensor, rows: Rows | None = None, transposed: bool = False, codes: RowCodes | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (y, x Aᵀ); transposed, of dy: (dx, dy B).
-
-        Args:
-            codes: x's, if they are there; only adapters read x then, and without any it may be None.
-        """
+        """Return (y, x Aᵀ); transposed, of dy: (dx, dy B). Codes: x's, if they are there."""
         with part(PRODUCTS):
             if self.codes is not None and self.in_8_bits(transposed):
                 given = x if codes is None else codes
@@ -200,14 +196,12 @@ class _Experts(torch.autograd.Function):
         # d = dy W2ᵀ, not weighted, and from it dh and dw (`kernels.moe_glu`); b2's part of dw
         d, dyb = down.multiply(dy, rows, transposed=True)
         codes = RowCodes.like(h) if gate_up.in_8_bits(transposed=True) else None
-        dh_read, a_read = codes is None or gate_up.a is not None or needs[0] or needs[6], needs[3] or needs[4]
-        more = b1, routing.experts, dh_read, a_read, codes
-        dh: Any  # None where its codes are all that is read
+        more = b1, routing.experts, needs[3] or needs[4], codes
         dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], *more)
         if b2 is not None:
             dw = dw + (dy @ b2.t()).gather(1, routing.choice).to(dw.dtype)
 
-        # gradients of down: d holds w·a now, so what B2 and b2 read is weighted here
+        # gradients of down: d holds w·a now if W2 or A2 want it, so what B2 and b2 read is weighted here
         dy_rows = dy, rows
         bias_grads: list[Tensor | None] = [None, None]
         if needs[5] or needs[7]:
