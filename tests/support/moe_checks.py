@@ -107,8 +107,10 @@ def check_glu_codes(d: Tensor, *given: Any) -> None:
     for activated in (True, False):
         codes = RowCodes.like(dh)
         (dh_again, dw_again), left = written(moe_glu.backward_triton_)(d, *given, activated, codes)
-        assert same(dh_again, dh) and same(dw_again, dw) and same(left, wa if activated else d)
-        assert_codes(f"dh, {activated}", codes, dh)
+        for again, before in ((dh_again, dh), (dw_again, dw), (left, wa if activated else d)):
+            torch.testing.assert_close(again, before, rtol=1e-2, atol=1e-3, equal_nan=True)  # compiled anew
+        assert activated or same(left, d)
+        assert_codes(f"dh, {activated}", codes, dh_again)
 
 
 def check_grouped_gemm(device: str, dtype: torch.dtype) -> None:
