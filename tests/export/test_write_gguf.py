@@ -24,6 +24,7 @@ from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedE
 from pronghorn.export import gguf
 from pronghorn.export.gguf import write_gguf
 from pronghorn.export.gguf_lora import write_gguf_lora
+from pronghorn.export.gguf_rope import rope_factors
 from pronghorn.families.gguf_spec import Part
 from pronghorn.families.registry import FAMILIES
 from pronghorn.loading.gguf import ARCHITECTURES, load_gguf, read_header, reads
@@ -450,3 +451,8 @@ def test_what_llama_cpp_computes_otherwise_is_told(
     told = read_header(exported.folder / "model-q8_0.gguf")
     assert told.metadata["gpt-oss.rope.scaling.type"] == "yarn" and told.tensors["blk.0.attn_sinks.weight"] == [4]
     assert told.tensors["blk.0.ffn_gate_exps.bias"] == [24, 8]
+
+
+def test_rope_that_turns_a_part_of_heads_is_scaled_as_transformers_scales_it() -> None:
+    rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "head_dim": 8, "factor": 2.0}
+    assert rope_factors(rope, None).tolist() == pytest.approx([2.0, 2.0, 1e30, 1e30])

@@ -7,15 +7,19 @@ import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import RenderableType
 
 from pronghorn.cli.console import Console, starting
 from pronghorn.cli.options import ApiKey, Checkpoints, Method, Overrides, Seed, Timeout, progress
-from pronghorn.cli.served import verify_served
 from pronghorn.compute_names import ComputeName
 from pronghorn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pronghorn.diagnose.verify_report import Report
+    from pronghorn.export.comparison import Comparison
 
 ROWS, SUPERVISED = 4, 0.7
 """Rows of random documents with --model, and the share of each document that has labels."""
@@ -88,7 +92,10 @@ def verify(
       pronghorn verify --served http://127.0.0.1:8000 runs/mine
     """
     if served is not None:
-        verify_served(recipe, overrides, served, model, format, dtype == "float32", timeout, api_key, as_json)
+        if recipe is None or overrides:
+            example = f"write e.g. pronghorn verify --served {served} runs/mine"
+            raise ConfigError("verify --served needs one run", example)
+        _tell(_served(recipe, served, model, format, dtype == "float32", timeout, api_key), as_json)
         return
     if (recipe is None) == (model is None):
         raise ConfigError("verify needs a recipe or --model, and one of them", "write e.g. pronghorn verify my.yaml")
@@ -116,12 +123,36 @@ def verify(
             settings, documents = _without_recipe(model, method, numbers, tokens, seed, folder)
         subject = subject_of(settings, tokens, documents, Console(stderr=True, highlight=False))
         report = run(replace(subject, name=model or str(recipe)), say)
+    _tell((report, render(report)), as_json)
+
+
+def _tell(found: tuple[Report | Comparison, RenderableType], as_json: bool) -> None:
+    """Print what came out, and leave with code 1 if something is wrong."""
+    report, shown = found
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
     else:
-        Console().print(render(report))
+        Console(highlight=False).print(shown)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _served(
+    run: Path, url: str, model: str | None, format: str, exact: bool, timeout: float, api_key: str | None
+) -> tuple[Comparison, RenderableType]:
+    """Compare a server's model with what a run trained, and show what came out."""
+    from pronghorn.diagnose.served import compare_served, render
+    from pronghorn.export.comparison import LIMITS
+    from pronghorn.export.engines.http import Server
+    from pronghorn.export.engines.openai import OpenAIServer
+
+    if format not in LIMITS:
+        raise ConfigError(f"--format {format!r} is unknown", f"use one of {', '.join(LIMITS)}")
+    say = progress()
+    engine = OpenAIServer(Server(url, api_key, timeout), model)
+    say(engine.name)
+    comparison = compare_served(run, engine, format, exact, say)
+    return comparison, render(comparison)
 
 
 def _without_recipe(

@@ -2,8 +2,8 @@
 
     e = floor(log2 max |x|) − 2 + 127,    codes: the nearest of ±{0, 0.5, 1, 1.5, 2, 3, 4, 6} · 2^(e − 127)
 
-What was stored in MXFP4 comes out as it was, whatever its scales were. The `gguf` package computes the same
-by numpy.
+What was stored in MXFP4 comes out as it was, whatever its scales were. The `gguf` package computes the same by numpy,
+on one core, and gpt-oss has billions of such numbers.
 """
 
 from __future__ import annotations

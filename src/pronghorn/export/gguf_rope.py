@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.loading.gguf import llama3_factors
+from pronghorn.loading.gguf import scaled_rope
 
 FACTORED = ("llama3", "proportional")
 """Kinds of scaling that are a tensor beside the weights (`rope_factors`)."""
@@ -47,7 +46,7 @@ def rope_values(
         found["rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]
         found["rope_scaling_yarn_beta_fast"] = float(rope.get("beta_fast") or 32.0)
         found["rope_scaling_yarn_beta_slow"] = float(rope.get("beta_slow") or 1.0)
-        found["rope_scaling_attn_factors"] = _yarn_scale(rope) / _grown(rope["factor"])
+        found["rope_scaling_attn_factors"] = scaled_rope(rope, head_dim)[1] / _grown(rope["factor"])
     return found
 
 
@@ -65,25 +64,11 @@ def head_dim_of(config: Any) -> int:
 
 
 def rope_factors(rope: Mapping[str, Any], config: Any) -> Tensor:
-    """Return by what each frequency of RoPE is divided, [head_dim / 2]: as Llama 3's are, or so that only the first
-    pairs of a head are rotated."""
-    head_dim = rope.get("head_dim") or head_dim_of(config)
-    if rope["rope_type"] == "proportional":
-        rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
-        return torch.tensor([1.0] * rotated + [_NEVER] * (head_dim // 2 - rotated))
-    return torch.tensor(llama3_factors(rope, head_dim))
+    """Return by what each frequency of RoPE is divided, float32 [head_dim / 2]: as Llama 3's are, or so that only the
+    first pairs of a head are rotated."""
+    return scaled_rope(rope, rope.get("head_dim") or head_dim_of(config))[0].clamp(max=_NEVER)
 
 
-def _yarn_scale(rope: Mapping[str, Any]) -> float:
-    """Return what cosines and sines are multiplied by, as transformers chooses it."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    scales = rope.get("mscale"), rope.get("mscale_all_dim")
-    if scales[0] and scales[1]:
-        return _grown(rope["factor"], scales[0]) / _grown(rope["factor"], scales[1])
-    return _grown(rope["factor"])
-
-
-def _grown(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's 0.1 s ln(factor) + 1, by which llama.cpp multiplies unasked (with s = 1)."""
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+def _grown(factor: float) -> float:
+    """Return YaRN's 0.1 ln(factor) + 1, by which llama.cpp multiplies unasked."""
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -257,7 +258,7 @@ def _llama3_rope(header: GgufHeader, rope: dict[str, Any], head_dim: int) -> dic
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected = llama3_factors(found, head_dim)
+    expected = scaled_rope(found, head_dim)[0].tolist()
     if len(actual) != len(expected) or any(abs(a - e) > 1e-3 * e for a, e in zip(actual, expected, strict=True)):
         raise UnsupportedError(
             f"{header.path.name}: RoPE frequency factors other than Llama 3's",
@@ -266,19 +267,15 @@ def _llama3_rope(header: GgufHeader, rope: dict[str, Any], head_dim: int) -> dic
     return found
 
 
-def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
-    """Return by what each frequency of Llama 3's RoPE is divided, [head_dim / 2].
+def scaled_rope(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """Return by what transformers divides each frequency of a scaled RoPE, float32 [head_dim / 2], and what it
+    multiplies cosines and sines by."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    A wavelength of more than original / low positions is stretched by `factor`, one of less than original / high is
-    kept, and between them the two frequencies are mixed.
-    """
-    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    factors = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
-        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
-    return factors
+    config: Any = SimpleNamespace(rope_parameters=rope, standardize_rope_params=lambda: None, head_dim=head_dim)
+    config.hidden_size, config.num_attention_heads = head_dim, 1
+    scaled, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    return 1 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)) / scaled, factor
 
 
 def _set_token_ids(model: Any, tokenizer: Any, metadata: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from pronghorn.loading.joined import Joining, Names, Part, parts_of
 from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_checkpoint import fetched, language_source, read_generation_config
 from pronghorn.loading.share import SharedLoading
-from pronghorn.loading.skeleton import fill, stays_wide, tied_names, without_weights
+from pronghorn.loading.skeleton import expected_of, fill, tied_names, without_weights
 from pronghorn.loading.weights import NOT_LOADED
 
 
@@ -38,9 +38,7 @@ class Skeleton:
         self, config: Any, asked: Any, dtype: torch.dtype, device: torch.device, attention: str | None
     ) -> None:
         model = without_weights(config, dtype, attention)
-        self.model, self.device, tied = model, device, tied_names(model)
-        weights = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied}
-        self.expected = stays_wide(model, dtype, weights)
+        self.model, self.device, self.expected = model, device, expected_of(model, dtype)
         self.names: Names
         self.parts: dict[str, Part] = {}
         self._quantizer: Any = None
@@ -76,15 +74,11 @@ class Skeleton:
     def fill(self, source: Any, share: SharedLoading | None = None) -> Any:
         """Read all weights of the checkpoint that `why_not` was asked about, join and quantise them if there is reason
         to, and return the model (`skeleton.fill`)."""
-        model, tied, quantizer, parts = self.model, tied_names(self.model), self._quantizer, self.parts
+        model, quantizer, parts = self.model, self._quantizer, self.parts
         quantised = {name for name in self.expected if quantizer and quantizer.param_needs_quantization(model, name)}
         owners = {name: part.weight for name, part in parts.items()}
         whole = {name: tensor for name, tensor in self.expected.items() if name not in set(owners.values())}
         joining = Joining(parts, self.expected)
-
-        def rename(name: str) -> str | None:
-            left_out = name not in expected and is_left_out(model, model.config, name)
-            return None if name in tied or left_out else name
 
         def made(name: str, tensor: Tensor) -> Tensor | None:
             """Quantise a weight that is complete."""
@@ -100,11 +94,11 @@ class Skeleton:
             replace(stored, name=stored.name if stored.name in parts else self.names.of(stored.name))
             for stored in source
         )
-        fill(model, renamed, expected, self.device, share, rename=rename, transform=made, owners=owners)
+        fill(model, renamed, expected, self.device, share, transform=made, owners=owners)
         if quantizer is not None:
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)
-        return model.eval()
+        return model
 
 
 def load_one_by_one(

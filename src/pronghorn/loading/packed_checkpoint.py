@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.errors import DataError
-from pronghorn.kernels.packed import PackedTensor
 from pronghorn.loading.composite import Composite
-from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
 from pronghorn.loading.share import SharedLoading
-from pronghorn.loading.skeleton import check_tied, fill, put, stays_wide, tied_names, without_weights
+from pronghorn.loading.skeleton import check_tied, expected_of, fill, put, without_weights
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import StoredTensor, checkpoint, json_value
 from pronghorn.text import clip
@@ -102,25 +100,13 @@ class PackedSkeleton:
 
     def expected(self) -> dict[str, Tensor]:
         """Return a tensor on the meta device for every tensor that a checkpoint must have, by its name there."""
-        tied = tied_names(self.model)
-        plain = {
-            name: tensor.to("meta")  # buffers that are stored lie on the CPU
-            for name, tensor in self.model.state_dict().items()
-            if not isinstance(tensor, PackedTensor) and name not in tied
-        }
-        plain = stays_wide(self.model, self.dtype, plain)
-        return plain | {
+        return expected_of(self.model, self.dtype) | {
             part: self.model.get_parameter(name).parts[number] for part, (name, number) in self.parts.items()
         }
 
     def fill(self, source: Iterable[StoredTensor], device: torch.device, share: SharedLoading | None = None) -> Any:
         """Read all weights to a device and return the model (`skeleton.fill`)."""
-        expected, tied = self.expected(), tied_names(self.model)
-        waiting: dict[str, dict[int, Tensor]] = {}
-
-        def rename(key: str) -> str | None:
-            left_out = key not in expected and is_left_out(self.model, self.model.config, key)
-            return None if key in tied or left_out or key.endswith(NOT_READ) else key
+        expected, waiting = self.expected(), dict[str, dict[int, Tensor]]()
 
         def join(key: str, tensor: Tensor) -> Tensor | None:
             """Return a packed parameter when the last of its parts has come, None before."""
@@ -136,7 +122,7 @@ class PackedSkeleton:
             return nn.Parameter(skeleton.of_parts([arrived[each] for each in sorted(arrived)]), requires_grad=False)
 
         shaped, owners = _shaped(source, expected), {part: name for part, (name, _) in self.parts.items()}
-        return fill(self.model, shaped, expected, device, share, rename=rename, transform=join, owners=owners)
+        return fill(self.model, shaped, expected, device, share, transform=join, owners=owners, unread=NOT_READ)
 
 
 def load_packed(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.errors import DataError
+from pronghorn.kernels.packed import PackedTensor
+from pronghorn.loading.left_out import is_left_out
 from pronghorn.loading.share import SharedLoading
 from pronghorn.loading.staging import Staging
 from pronghorn.precision.loader import StoredTensor, load
@@ -70,9 +72,12 @@ def check_tied(model: Any, source: Iterable[StoredTensor]) -> None:
             )
 
 
-def stays_wide(model: Any, dtype: torch.dtype, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights on the meta device, in float32 those that transformers keeps so in a model of that dtype."""
-    made = dict(weights)
+def expected_of(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a tensor on the meta device for each that a checkpoint must have, less packed ones: in float32 those that
+    transformers keeps so in a model of that dtype."""
+    made, tied = model.state_dict(), tied_names(model)
+    # buffers that are stored lie on the CPU
+    made = {n: x.to("meta") for n, x in made.items() if n not in tied and not isinstance(x, PackedTensor)}
     for pattern, kept in model._get_dtype_plan(dtype).items():
         found = [name for name in made if re.search(pattern.replace("*", ".*"), name)]
         made |= {name: made[name].to(kept) for name in found}
@@ -86,26 +91,31 @@ def fill(
     device: torch.device,
     share: SharedLoading | None,
     *,
-    rename: Callable[[str], str | None],
     transform: Callable[[str, Tensor], Any],
-    owners: Mapping[str, str] | None = None,
+    owners: Mapping[str, str],
+    unread: tuple[str, ...] = (),
 ) -> Any:
     """Read all weights of a model without any, put its buffers on the device, and return it, in evaluation mode.
 
     Args:
-        expected, rename, transform: as `loader.load` takes them; `transform` may return None for a part of a parameter.
+        expected, transform: as `loader.load` takes them; `transform` may return None for a part of a parameter.
         share: shares the layers with other processes.
         owners: the parameter that a tensor is a part of, by the tensor's name.
+        unread: ends of names of tensors that are left out, beside tied weights and what models have no place for.
     Raises:
         DataError: as `loader.load`; the model is not to be used then.
     """
     from transformers.utils import logging
 
-    owners = owners or {}
+    tied = tied_names(model)
     if share is not None:
         share.begin(model, dict.fromkeys(owners.get(name, name) for name in expected))
     bar = logging.tqdm(total=len(expected), desc="Loading weights")  # transformers' own, hidden by its settings
     with bar, Staging(device) as staging:
+
+        def rename(name: str) -> str | None:
+            left_out = name not in expected and is_left_out(model, model.config, name)
+            return None if name in tied or left_out or name.endswith(unread) else name
 
         def place(name: str, stored: StoredTensor) -> Tensor:
             return staging.copy(stored, expected[name].dtype)
