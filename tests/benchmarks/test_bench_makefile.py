@@ -32,6 +32,7 @@ EARLIER = {
     "end-to-end-qwen3-0.6b-non-blocking": "end-to-end-qwen3-0.6b",
     "load-qwen3-14b-by-one-thread": "load-qwen3-14b",
     "load-qwen3-30b-a3b-8-warm": "load-qwen3-14b",
+    "load-qwen3-30b-a3b-8-16-bits": "load-llama-3.1-8b",
     "load-buffers": "load-qwen3-14b",
     "end-to-end-llama-3.1-8b-read-by-threads": "end-to-end-llama-3.1-8b",
     "end-to-end-qwen3-14b-nf4-read-by-threads": "end-to-end-qwen3-14b-nf4",

@@ -34,7 +34,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps, stages."""
     from pronghorn.kernels import grouped_gemm, moe_glu, moe_route, moe_rows, mxfp4
 
-    types = dict.fromkeys(("x_ptr", "y_ptr", "w_ptr", "h_ptr", "a_ptr", "d_ptr", "dh_ptr", "dw_ptr"), "*bf16")
+    names = "x", "w", "x_ptr", "y_ptr", "w_ptr", "h_ptr", "a_ptr", "d_ptr", "dh_ptr", "dw_ptr", "codes_ptr"
+    types = dict.fromkeys(names, "*bf16") | {"scales_ptr": "*fp32"}
     types |= {
         "bias_ptr": "*bf16",
         "g_ptr": "*fp32",
@@ -46,13 +47,13 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
     whole = ("rows", "experts", "slots", "tokens", "inverse", "places", "offsets", "x_rows", "y_rows", "counts", "upto")
     types |= {f"{name}_ptr": "*i32" for name in whole}
     types |= dict.fromkeys(("WIDTH", "N", "K", "M", "S", "blocks", "w_expert", "w_k", "w_n"), "i32")
-    experts = {"E": 128, "EXPERTS": 128}
+    experts, gate = {"E": 128, "EXPERTS": 128}, {"KIND": 2, "BIAS": True}
     sort = (types, {**experts, "BLOCK": 128}, 8, 3)
     found = {
         "gather": (moe_rows._gather, types, {"K": 8, "BLOCK": 4096}, 16, 3),
         "combine": (moe_rows._combine, types, {"K": 8, "WEIGHT": True, "BIAS": True, "BLOCK": 1024}, 4, 3),
-        "gate": (moe_glu._forward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
-        "gate backward": (moe_glu._backward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
+        "gate": (moe_glu._forward, types, {**gate, "BLOCK": 1024}, 4, 3),
+        "gate backward": (moe_glu._backward, types, {**gate, "ACTIVATED": True, "CODES": False, "BLOCK": 256}, 2, 3),
         "count": (moe_route._count, *sort),
         "place": (moe_route._place, *sort),
     }
@@ -63,7 +64,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
         for columns in (16, 2048) if name == "bf16" else (2048,):
             tile = grouped_gemm.multiply_tile(dtype, columns)
             sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}
-            constants = {**experts, "GATHER": True, "ADD": True, "w_k": 1, **sizes}
+            constants = {**experts, "DESCRIBED": False, "TURNED": False, "GATHER": True, "ADD": True, "w_k": 1, **sizes}
             wide |= {"first": "i32", "last": "i32"}
             found[f"multiply {tile}"] = grouped_gemm._multiply, wide, constants, tile.warps, tile.stages
             tile = grouped_gemm.outer_tile(dtype, columns, 2048)
@@ -133,3 +134,62 @@ def test_products_in_8_bits_compiled(capability: int, room: int, exact: bool, mo
         instruction = "kind::f8f6f4" if capability == 100 else "e4m3.e4m3"
         assert instruction in compiled.asm["ptx"], tile
         assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) is described
+
+
+@needs_triton
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_by_descriptors_compiled(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's copy engines fetch their tiles, which fit a block's shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pronghorn.kernels import grouped_gemm
+
+    monkeypatch.setattr(grouped_gemm, "by_descriptors", lambda device: True)
+    weight = torch.empty(2, 2880, 5760, dtype=torch.bfloat16)
+    weight = weight.mT.contiguous().mT if turned else weight
+    tile = grouped_gemm.described_tile(torch.empty(4, 2880, dtype=torch.bfloat16), weight)
+    assert tile is not None
+    kernel, right = grouped_gemm._multiply, (tile.cols, tile.depth) if turned else (tile.depth, tile.cols)
+    types = {"x": f"tensordesc<bf16[{tile.rows},{tile.depth}]>", "w": f"tensordesc<bf16[{right[0]},{right[1]}]>"}
+    types |= {"y_ptr": "*bf16", "offsets_ptr": "*i32", "rows_ptr": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("N", "K", "w_expert", "w_k", "w_n", "first", "last"), "i32")
+    constants = {"E": 32, "EXPERTS": 32, "DESCRIBED": True, "TURNED": turned, "GATHER": False, "ADD": False}
+    constants |= {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}
+    signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
+    places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    source = ASTSource(kernel, signature, places)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"] and "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "stored", "served"),
+    [
+        ((2, 64, 128), torch.bfloat16, "contiguous", True),
+        ((2, 64, 128), torch.float16, "turned", True),
+        ((2, 96, 128), torch.bfloat16, "contiguous", False),  # no whole steps
+        ((2, 64, 132), torch.bfloat16, "contiguous", False),  # rows of no whole 16 bytes
+        ((2, 64, 64), torch.bfloat16, "contiguous", False),  # narrower than a tile
+        ((2, 64, 128), torch.float32, "contiguous", False),
+        ((2, 64, 128), torch.bfloat16, "sliced", False),
+    ],
+)
+def test_which_weights_have_descriptors(
+    shape: tuple[int, ...], dtype: torch.dtype, stored: str, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pronghorn.kernels import grouped_gemm
+
+    experts, depth, columns = shape
+    weight = torch.empty(shape, dtype=dtype)
+    if stored == "turned":
+        weight = weight.mT.contiguous().mT
+    if stored == "sliced":
+        weight = torch.empty(experts, depth, 2 * columns, dtype=dtype)[:, :, :columns]
+    x = torch.empty(5, depth, dtype=dtype)
+    assert grouped_gemm.described_tile(x, weight) is None  # not on Hopper
+    monkeypatch.setattr(grouped_gemm, "by_descriptors", lambda device: True)
+    assert (grouped_gemm.described_tile(x, weight) is not None) is served

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.kernels.grouped_fp8 import FP8Experts, by_descriptors, choose_fp8
+from pronghorn.kernels.grouped_fp8 import FP8Experts, choose_fp8
+from pronghorn.kernels.grouped_gemm import by_descriptors
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy

@@ -119,6 +119,10 @@ def check_grouped_gemm(device: str, dtype: torch.dtype) -> None:
         offsets, _, *both = (part.to(device) for part in moe_route.route_reference(index, experts))
         offsets = torch.cat([offsets.new_full((1,), 10**6), offsets])[1:]  # what lies before isn't read
         rows = moe_rows.Rows(both[0], both[2])
+        if dtype is not torch.float32 and (device == "cpu" or grouped_gemm.by_descriptors(torch.device(device))):
+            x, weight = (random(*n, device=device, dtype=dtype, seed=1) for n in ((tokens, 128), (experts, 128, 72)))
+            for turned in (weight, weight.mT.contiguous().mT):
+                compare("described", some_at_a_time(True), multiply("loop"), x, turned, offsets, rows, None)
         for depth, columns in ((70, 130), (33, 3)) if device == "cpu" else ((6, 70), (100, 130), (33, 3)):
             x = random(tokens, depth, device=device, dtype=dtype, seed=1)
             picked = x[rows.tokens.long()].contiguous()
@@ -130,7 +134,7 @@ def check_grouped_gemm(device: str, dtype: torch.dtype) -> None:
                     compare("multiply", multiply("triton"), multiply("loop"), given, weight, offsets, order, None)
                 start = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=4)
                 compare("multiply, added", multiply("triton"), multiply("loop"), x, weight, offsets, rows, start)
-            compare("multiply, some", some_at_a_time, multiply("loop"), x, weight, offsets, rows, None)
+            compare("multiply, some", some_at_a_time(False), multiply("loop"), x, weight, offsets, rows, None)
             y = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=5)
             compare("outer", outer("triton"), outer("loop"), x, y, offsets, rows, None)
             compare("outer, other side", outer("triton"), outer("loop"), y, x, offsets, None, rows)
@@ -147,7 +151,7 @@ def check_mxfp4(device: str, dtype: torch.dtype) -> None:
             part.to(device) for part in moe_route.route_reference(indices(tokens, k, experts, how), experts)
         )
         rows = moe_rows.Rows(both[0], both[2])
-        for depth, columns in ((32, 3), (96, 130), (320, 64)):
+        for depth, columns in ((32, 3), (96, 130), (320, 136)):
             shape = experts, columns, depth // 32
             blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator).to(device)
             scales = torch.randint(120, 130, shape, dtype=torch.uint8, generator=generator).to(device)
@@ -165,7 +169,7 @@ def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
     """Products of the same codes: exact ones are float64's, plain ones as tensor cores sum, rounded to the dtype."""
     if dtype is torch.float32 and device == "cuda":
         return  # results have 16 bits
-    copies = device == "cpu" or grouped_fp8.by_descriptors(torch.device(device))
+    copies = device == "cpu" or grouped_gemm.by_descriptors(torch.device(device))
     for tokens, k, experts, how in routings(device):
         index = indices(tokens, k, experts, how)
         offsets, _, *both = (part.to(device) for part in moe_route.route_reference(index, experts))
@@ -221,13 +225,19 @@ def multiply(way: Any) -> Any:
     return run
 
 
-def some_at_a_time(x: Tensor, weight: Tensor, offsets: Tensor, rows: moe_rows.Rows, out: None) -> Tensor:
+def some_at_a_time(described: bool) -> Any:
     """All experts by a launch for two of them."""
-    y, tile = x.new_empty(len(rows.tokens), weight.shape[2]), grouped_gemm.multiply_tile(x.dtype, weight.shape[2])
-    for first in range(0, len(weight), 2):
-        part = weight[first : first + 2]
-        grouped_gemm.multiply_some(x, part, offsets, rows.tokens, y, first, tile)
-    return y
+
+    def run(x: Tensor, weight: Tensor, offsets: Tensor, rows: moe_rows.Rows, out: None) -> Tensor:
+        y, tile = x.new_empty(len(rows.tokens), weight.shape[2]), grouped_gemm.multiply_tile(x.dtype, weight.shape[2])
+        given = moe_rows.gather(x, rows) if described else x
+        for first in range(0, len(weight), 2):
+            part = weight[first : first + 2]
+            order = None if described else rows.tokens
+            grouped_gemm.multiply_some(given, part, offsets, order, y, first, tile, described=described)
+        return y
+
+    return run
 
 
 def outer(way: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of, tile_of
+from pronghorn.kernels.grouped_gemm import Tile, Way, by_descriptors, groups_of, tile_of
 from pronghorn.kernels.launch import TensorDescriptor, cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows
@@ -82,11 +82,6 @@ def choose_fp8(device: torch.device) -> tuple[Way, str]:
         return "triton", "tiles are copied by Hopper's copy engines, those of tokens' rows read in place"
     major, minor = torch.cuda.get_device_capability(device)
     return "triton", f"tiles are read in place, as copy engines are used on Hopper, this is {major}.{minor}"
-
-
-def by_descriptors(device: torch.device) -> bool:
-    """Say whether tiles are copied by descriptors there: where that was measured."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def fp8_tile(columns: int, device: torch.device, exact: bool = False) -> Tile:

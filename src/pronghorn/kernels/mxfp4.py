@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_gemm import multiply, multiply_some, wide_tile
+from pronghorn.kernels.grouped_gemm import described_tile, multiply, multiply_some, wide_tile
 from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
-from pronghorn.kernels.moe_rows import Rows
+from pronghorn.kernels.moe_rows import Rows, gather
 from pronghorn.kernels.packed import PackedExperts
 from pronghorn.kernels.small_floats import decode_e2m1, unpack_e2m1
 
@@ -96,7 +96,13 @@ def multiply_packed(
     step = max(together, SCRATCH // (k * n * x.itemsize) // together * together)
     for first in range(0, experts, step):
         dense = weight.experts(first, min(first + step, experts), x.dtype)
-        tile = wide_tile(x.dtype, width, x.device)
-        multiply_some(x, dense.mT if transposed else dense, offsets, tokens, y, first, tile)
+        dense = dense.mT if transposed else dense
+        described = described_tile(x, dense) if len(y) else None
+        if described is None:
+            multiply_some(x, dense, offsets, tokens, y, first, wide_tile(x.dtype, width, x.device))
+        else:
+            if rows is not None and tokens is not None:
+                x, tokens = gather(x, rows), None
+            multiply_some(x, dense, offsets, None, y, first, described, described=True)
         del dense
     return y
