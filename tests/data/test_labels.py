@@ -266,6 +266,17 @@ def test_added_tokens_that_control_nothing_may_be_said() -> None:
     assert call.startswith(f'{said}<call>{{"type"') and call.endswith("</call><|im_end|>")
 
 
+def test_one_token_for_the_unknown_and_the_end_ends_turns() -> None:
+    """GPT-2's tokenizer has one for both, and makes it of no unknown text."""
+    tokenizer = byte_level(CHATML)
+    tokenizer.unk_token = tokenizer.eos_token
+    document = one(chat("a<|im_end|>", "b", "c", "d"), tokenizer)
+    assert trained(document, tokenizer) == ["b<|im_end|>", "d<|im_end|>"]
+    assert document.input_ids.count(tokenizer.eos_token_id) == 4  # the user's is ordinary text
+    with pytest.raises(DataError, match=r"line 7: the assistant's text holds the control token '<\|im_end\|>'"):
+        one(chat("a", "b<|im_end|>c"), tokenizer)
+
+
 def test_a_call_whose_lead_only_a_last_turn_has() -> None:
     """Qwen3 writes an empty reasoning block before the last of a conversation's turns."""
     lead = "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"

@@ -58,7 +58,7 @@ class ControlTokens:
             for token in tokenizer.added_tokens_decoder.values()
             if token.content.strip() and token.content in template
         }
-        self._tokens = (special_tokens(tokenizer) | named) - {tokenizer.unk_token, ""}
+        self._tokens = (special_tokens(tokenizer) | (named - {tokenizer.unk_token})) - {""}
         longest_first = sorted(self._tokens, key=lambda token: (-len(token), token))
         self._find = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._marked = re.compile(f"{_BEGIN}({self._find.pattern}){_END}")

@@ -151,9 +151,11 @@ def find_template(choice: str | None) -> Template | None:
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """Return the texts of the tokenizer's special tokens, the unknown token aside."""
+    """Return the texts of the tokenizer's special tokens, the unknown token aside where it is nothing else (GPT-2's is
+    the beginning and the end, too)."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return added.union(tokenizer.all_special_tokens) - {tokenizer.unk_token}
+    unknown = {tokenizer.unk_token} - {tokenizer.bos_token, tokenizer.eos_token}
+    return added.union(tokenizer.all_special_tokens) - unknown
 
 
 def render(
