@@ -151,6 +151,8 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["train.lr=1e-3"], "unknown key train.lr: did you mean train.learning_rate?"),
     ("", ["train.batch_size=2"], "did you mean packing.rows_per_step?"),
     ("", ["data.train=''"], "data.train = '': an empty path"),
+    ("", ["data.chat_template=''"], "data.chat_template = '': an empty path"),
+    ("", ["model.name=' '"], "model.name = ' ': an empty path"),
     ("", ["data.train=' '"], "data.train = ' ': an empty path"),
     ("", ["data.train=['']"], "data.train.0.path = '': an empty path"),
     ("", ["data.train=[{path: ''}]"], "data.train.0.path = '': an empty path"),

@@ -183,9 +183,9 @@ def test_a_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == chosen.text
 
-    (tmp_path / "own.j2").write_text(CHATML)
+    (tmp_path / "own.j2").write_text(CHATML, encoding="utf-8-sig")  # as Windows' editors save it
     own = find_template(str(tmp_path / "own.j2"))
-    assert own is not None
+    assert own is not None and own.text == CHATML
     own.apply(tokenizer)
     assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b<|im_end|>"]
 

@@ -138,7 +138,7 @@ def find_template(choice: str | None) -> Template | None:
             raise ConfigError(
                 f"data.chat_template: {short(str(path))} does not exist", "fix the path of the .jinja file"
             )
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(
             f"data.chat_template: {_short(path)} can't be read ({error.strerror})", "fix the path"
