@@ -82,6 +82,8 @@ def test_txt(tmp_path: Path) -> None:
     ]
     path.write_bytes(b"one\r\ntwo\r\n<|endoftext|>\r\nthree\r\n")  # Windows' line ends aren't trained
     assert [row.text for row in read_rows(path) if isinstance(row, TextDocument)] == ["one\ntwo", "three\n"]
+    path.write_text("one\n<|endoftext|> \t\ntwo\n")  # white space beside a separator, which nobody sees
+    assert [row.text for row in read_rows(path) if isinstance(row, TextDocument)] == ["one", "two\n"]
 
 
 BAD_FILES: dict[str, tuple[str, bytes, str]] = {
