@@ -263,7 +263,8 @@ class Labeller:
                 labels[first:end] = ids[first:end]
         if row.bare:
             if eos is None:
-                raise DataError(f"{row.source}: the tokenizer has no token to end it with", "set tokenizer.eos_token")
+                remedy = "set tokenizer.eos_token, of a folder in its tokenizer_config.json"
+                raise DataError(f"{row.source}: the tokenizer has no token to end it with", remedy)
             bos = self._bos if self._bos != ids[:1] else []
             end_token = [eos] if ids[-1:] != [eos] else []
             ids, labels = [*bos, *ids, *end_token], [*[IGNORE_INDEX] * len(bos), *labels, *end_token]
