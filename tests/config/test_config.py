@@ -153,6 +153,12 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["data.train=''"], "data.train = '': an empty path"),
     ("", ["data.chat_template=''"], "data.chat_template = '': an empty path"),
     ("", ["model.name=' '"], "model.name = ' ': an empty path"),
+    (
+        "",
+        ["data.columns={text: 0}"],
+        "data.columns.text = 0: a number in YAML, where a text is needed: write it in quotes",
+    ),
+    ("", ["data.columns={text: yes}"], "data.columns.text = True: a truth value in YAML, where a text is needed"),
     ("", ["data.train=' '"], "data.train = ' ': an empty path"),
     ("", ["data.train=['']"], "data.train.0.path = '': an empty path"),
     ("", ["data.train=[{path: ''}]"], "data.train.0.path = '': an empty path"),
