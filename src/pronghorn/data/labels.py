@@ -138,9 +138,8 @@ class Labeller:
         special: Any = tokenizer.convert_tokens_to_ids(sorted(self._special_tokens))
         self._special: frozenset[int] = frozenset(special)
         """Ids of special tokens, which may end a turn and not stand inside one."""
-        probe: Any = tokenizer(
-            "a", return_special_tokens_mask=True
-        )  # of a text: an end that is put behind may be bos, too
+        # of a text: what a tokenizer puts behind one may be bos, too
+        probe: Any = tokenizer("a", return_special_tokens_mask=True)
         before = takewhile(itemgetter(1), zip(probe["input_ids"], probe["special_tokens_mask"], strict=True))
         self._bos = [token for token, _ in before if token == tokenizer.bos_token_id]
 
