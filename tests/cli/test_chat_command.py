@@ -295,6 +295,18 @@ def test_a_prompt_is_not_ended_before_its_answer(stories: Path) -> None:
     assert evaluate.answer(model, tokenizer, turns, 8) == said
 
 
+def test_an_empty_prompt_is_bos_alone_or_refused(stories: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    nothing = [{"role": "user", "content": ""}]
+    said = evaluate.answer(model, tokenizer, nothing, 8)
+    tokenizer.eos_token = tokenizer.bos_token  # one token for both, as GPT-2 has it
+    assert evaluate.answer(model, tokenizer, nothing, 8) == said
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A", special_tokens=[])
+    with pytest.raises(DataError, match="an empty prompt, and a tokenizer that writes no BOS before it"):
+        evaluate.answer(model, tokenizer, nothing, 8)
+
+
 def test_answers_are_greedy_or_drawn(short_run: Path) -> None:
     """Whatever the checkpoint's own settings say."""
     plain = dict(load_chat(short_run, max_new_tokens=8).replies("Who?"))

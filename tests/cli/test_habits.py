@@ -140,6 +140,8 @@ MISTAKES = {
     # rows
     "keys in capitals": row({"Prompt": "a", "Completion": "b"}, "no known format", "{prompt: Prompt, completion: "),
     "a text by another name": row({"content": "a"}, "no known format", "{text: content}"),
+    "turns called on": row({"on": [USER, ASSISTANT]}, "no known format", "{messages: 'on'}"),
+    "turns called 0": row({"0": [USER, ASSISTANT]}, "no known format", "{messages: '0'}"),
     "a user and an assistant": row({"user": "a", "assistant": "b"}, "no known format", "{prompt: user, completion: "),
     "a message for a prompt": row({"prompt": USER, "completion": "b"}, "prompt is dict", "as a string"),
     "a list of texts for an answer": row({"prompt": "a", "completion": ["b"]}, "'b', no object", "write a message as"),

@@ -81,6 +81,11 @@ def test_texts_are_trained_whole_with_one_bos(plain: Any) -> None:
     end = ("<|im_end|>", tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <|im_end|>", special_tokens=[end])
     assert tokenizer.decode(one(TextDocument("ab", **WHERE), tokenizer).input_ids) == "ab<|im_end|>"
+    tokenizer.bos_token = tokenizer.eos_token  # put behind a text, and not before it
+    assert one(TextDocument("ab", **WHERE), tokenizer).input_ids == tokenizer("ab")["input_ids"]
+    both = processors.TemplateProcessing("<|im_end|> $A <|im_end|>", special_tokens=[end])
+    tokenizer.backend_tokenizer.post_processor = both
+    assert one(TextDocument("ab", **WHERE), tokenizer).input_ids == tokenizer("ab")["input_ids"]
 
 
 def test_a_template_that_writes_bos_gets_no_second_one(plain: Any, shared: Path) -> None:

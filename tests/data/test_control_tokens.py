@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -124,6 +125,33 @@ def test_every_other_role_and_tools_are_escaped() -> None:
     assert label_rows([row], tokenizer).control_rows == 1
     for part in ({"tools": ()}, {"messages": messages[1:]}):
         assert label_rows([replace(row, **part)], tokenizer).control_rows == 1
+
+
+def test_a_token_with_quotes_in_it_is_found_in_tools_calls_and_reasoning() -> None:
+    """Gemma 4 writes <|"|> around strings; as JSON writes it, it would be another text."""
+    quote, held = '<|"|>', """line 7: the assistant's text holds the control token '<|"|>'"""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.q }}{% endfor %}"
+    template = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}" + calls)
+    tokenizer = byte_level(
+        "{% for t in tools or [] %}{{ t.function.name }}{{ t.function.about }}{% endfor %}" + template
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", quote]})
+    tool = {"type": "function", "function": {"name": "f", "about": f"a{quote}b"}}
+    row = replace(chat("a", "b"), tools=(tool,))
+    assert label_rows([row], tokenizer).control_rows == 1
+    assert tokenizer.convert_tokens_to_ids(quote) not in ids_of(row, tokenizer)
+    call = {"type": "function", "function": {"name": "b", "arguments": {"q": f"a{quote}b"}}}
+    for extra in ({"tool_calls": [call]}, {"reasoning_content": f"a{quote}b"}):
+        row = replace(chat("a"), messages=(Message("user", "a"), Message("assistant", "b", extra)))
+        with pytest.raises(DataError, match=re.escape(held)):
+            one(row, tokenizer)
+
+
+def test_the_assistant_may_hold_none_where_every_token_is_trained_either() -> None:
+    tokenizer = byte_level(CHATML)
+    assert one(chat(FORGED, "<think>a</think>b"), tokenizer, loss_on="all").supervised
+    with pytest.raises(DataError, match=r"line 7: the assistant's text holds the control token '<\|im_end\|>'"):
+        one(chat("a", "b<|im_end|>", "c", "d"), tokenizer, loss_on="all")
 
 
 def test_rows_that_hold_them_are_refused_or_allowed_where_asked() -> None:

@@ -183,9 +183,9 @@ def test_a_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == chosen.text
 
-    (tmp_path / "own.j2").write_text(CHATML)
+    (tmp_path / "own.j2").write_text(CHATML, encoding="utf-8-sig")  # as Windows' editors save it
     own = find_template(str(tmp_path / "own.j2"))
-    assert own is not None
+    assert own is not None and own.text == CHATML
     own.apply(tokenizer)
     assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b<|im_end|>"]
 
@@ -264,6 +264,17 @@ def test_added_tokens_that_control_nothing_may_be_said() -> None:
     messages = (Message("user", "a"), Message("assistant", said, {"tool_calls": [CALL]}))
     (call,) = trained(one(replace(chat("a"), messages=messages), tokenizer), tokenizer)
     assert call.startswith(f'{said}<call>{{"type"') and call.endswith("</call><|im_end|>")
+
+
+def test_one_token_for_the_unknown_and_the_end_ends_turns() -> None:
+    """GPT-2's tokenizer has one for both, and makes it of no unknown text."""
+    tokenizer = byte_level(CHATML)
+    tokenizer.unk_token = tokenizer.eos_token
+    document = one(chat("a<|im_end|>", "b", "c", "d"), tokenizer)
+    assert trained(document, tokenizer) == ["b<|im_end|>", "d<|im_end|>"]
+    assert document.input_ids.count(tokenizer.eos_token_id) == 4  # the user's is ordinary text
+    with pytest.raises(DataError, match=r"line 7: the assistant's text holds the control token '<\|im_end\|>'"):
+        one(chat("a", "b<|im_end|>c"), tokenizer)
 
 
 def test_a_call_whose_lead_only_a_last_turn_has() -> None:

@@ -82,6 +82,8 @@ def test_txt(tmp_path: Path) -> None:
     ]
     path.write_bytes(b"one\r\ntwo\r\n<|endoftext|>\r\nthree\r\n")  # Windows' line ends aren't trained
     assert [row.text for row in read_rows(path) if isinstance(row, TextDocument)] == ["one\ntwo", "three\n"]
+    path.write_text("one\n<|endoftext|> \t\ntwo\n")  # white space beside a separator, which nobody sees
+    assert [row.text for row in read_rows(path) if isinstance(row, TextDocument)] == ["one", "two\n"]
 
 
 BAD_FILES: dict[str, tuple[str, bytes, str]] = {
@@ -176,6 +178,18 @@ def test_a_saved_set_that_was_made_alike_and_holds_other_rows(tmp_path: Path) ->
     assert fingerprint(source) != before
 
 
+@pytest.mark.parametrize("form", [None, "numpy", "pandas", "arrow", "torch"])
+def test_a_saved_set_is_read_alike_whatever_its_format(form: str | None, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 1}]
+    saved = Dataset.from_list([{"messages": turns, "more": 1}])
+    saved.set_format(form, columns=["messages"])
+    saved.save_to_disk(tmp_path / "saved")
+    (row,) = read_source(Source(path=tmp_path / "saved"), RowReader())
+    assert isinstance(row, Conversation) and [message.content for message in row.messages] == ["a", "b"]
+
+
 def test_saved_sets_that_are_damaged_or_empty(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="saved: no rows in it"):
         fingerprint(save(tmp_path / "saved"))
@@ -185,6 +199,18 @@ def test_saved_sets_that_are_damaged_or_empty(tmp_path: Path) -> None:
     image = save(tmp_path / "images", "a", source=[{"path": None, "bytes": b"no image"}])
     with pytest.raises(DataError, match=r"images can't be read \(cannot identify image file"):
         list(read_source(image, RowReader()))
+
+
+def test_a_column_that_datasets_can_not_decode_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Audio, Dataset, config
+
+    monkeypatch.setattr(config, "TORCHCODEC_AVAILABLE", False)
+    sound = {"text": "a", "source": {"path": None, "bytes": b"no sound"}}
+    Dataset.from_list([sound]).cast_column("source", Audio()).save_to_disk(tmp_path / "sounds")
+    with pytest.raises(
+        DataError, match=r"sounds: a column that is no text can't be read \(.*'torchcodec'.*: give a set"
+    ):
+        list(read_source(Source(path=tmp_path / "sounds"), RowReader()))
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])

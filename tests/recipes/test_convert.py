@@ -490,7 +490,8 @@ def test_what_is_there_is_not_written_over(place: Path) -> None:
         ("base_model: a\nmax_steps: 5\nwarmup_ratio: some\n", "not of the kind that Axolotl documents"),
         ("model_name_or_path: a\nstage: sft\nlora_rank: x\ndataset: 3\n", "not of the kind that LLaMA-Factory"),
         ("model_name_or_path: a\ndataset_name: b\n", "a configuration of TRL"),
-        ("base_model: a\nadapter: lora\ndatasets: []\n", "would lack"),
+        ("base_model: a\nadapter: lora\ndatasets: []\n", "add datasets to the file"),
+        ("model_name_or_path: a\nstage: sft\ndataset: identity\n", "add output_dir to the file"),
         (
             f"{HEAD}datasets: [{{path: 'https://a.b/c.jsonl'}}]\n",
             "'https://a.b/c.jsonl' can't be data.train: an address",

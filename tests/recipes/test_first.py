@@ -82,6 +82,28 @@ def test_conversations_for_a_model_without_a_template_get_one(place: Path, stori
     assert trained.exit_code == 0, trained.output
 
 
+@pytest.mark.parametrize(
+    ("key", "turns", "columns"),
+    [
+        ("chat log", CHATS[0]["messages"], {"messages": "chat log"}),
+        ("dialog", [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], {"conversations": "dialog"}),
+    ],
+)
+def test_turns_under_another_name_are_found(key: str, turns: Any, columns: Any, place: Path, stories: Path) -> None:
+    (place / "rows.jsonl").write_text(json.dumps({"id": 1, "lang": "en", key: turns}) + "\n")
+    result = invoke("init", "mine.yaml", "--model", str(stories), "--data", "rows.jsonl")
+    assert result.exit_code == 0, result.output
+    text = (place / "mine.yaml").read_text()
+    assert yaml.safe_load(text)["data"]["columns"] == columns and "not read: lang" in text
+
+
+def test_prompts_and_completions_of_turns_are_no_conversations(place: Path, stories: Path) -> None:
+    question, answer = CHATS[0]["messages"]
+    (place / "rows.jsonl").write_text(json.dumps({"prompt": [question], "completion": [answer]}) + "\n")
+    assert invoke("init", "mine.yaml", "--model", str(stories), "--data", "rows.jsonl").exit_code == 0
+    assert "columns" not in yaml.safe_load((place / "mine.yaml").read_text())["data"]
+
+
 def test_a_template_whose_tokens_the_model_has_is_preferred(place: Path, stories: Path) -> None:
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
     tokenizer = transformers.AutoTokenizer.from_pretrained(stories)

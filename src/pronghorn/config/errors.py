@@ -124,6 +124,9 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
         message, remedy = "a text", f"write {key}: {_TRUTH[value.lower()]}, without quotes"
     elif first["type"] == "list_type":
         remedy += ", as a list: […]"
+    elif first["type"] == "string_type" and isinstance(value, bool | int | float):  # a column called yes, or 0
+        message = f"{'a truth value' if isinstance(value, bool) else 'a number'} in YAML, where a text is needed"
+        remedy = "write it in quotes, as it is spelt"
     if len(path) == 1 and value is not None:
         message, remedy = "a section is a table of keys", f"write e.g. {key}: {{{_first_key(key, about)}: …}}"
         if re.search(r"\w:\S", str(value)):

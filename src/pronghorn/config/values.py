@@ -114,7 +114,7 @@ def on_or_off(value: object) -> object:
 File = Annotated[
     Path, Field(strict=False), BeforeValidator(_no_empty_path), AfterValidator(_at_home), AfterValidator(_possible)
 ]
-FileOrName = Annotated[str, AfterValidator(_possible)]
+FileOrName = Annotated[str, BeforeValidator(_no_empty_path), AfterValidator(_possible)]
 SHARE = r"\d+(\.\d+)?%|\d+"
 HeldOut = Annotated[str, Field(pattern=f"^({SHARE})$")]
 Names = Annotated[list[str], BeforeValidator(names)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from pronghorn.data.rows import Conversation
+from pronghorn.data.rows import Conversation, texts_of
 from pronghorn.data.template import clip, special_tokens
 from pronghorn.errors import DataError
 
@@ -58,7 +58,7 @@ class ControlTokens:
             for token in tokenizer.added_tokens_decoder.values()
             if token.content.strip() and token.content in template
         }
-        self._tokens = (special_tokens(tokenizer) | named) - {tokenizer.unk_token, ""}
+        self._tokens = (special_tokens(tokenizer) | (named - {tokenizer.unk_token})) - {""}
         longest_first = sorted(self._tokens, key=lambda token: (-len(token), token))
         self._find = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._marked = re.compile(f"{_BEGIN}({self._find.pattern}){_END}")
@@ -70,7 +70,7 @@ class ControlTokens:
                 texts = (message.content, *(str(each) for each in message.extra.values()))
                 for token in (found[0] for found in map(self._find.search, texts) if found):
                     return f"message {number} ({message.role})", token
-        found = self._find.search(json.dumps(row.tools, ensure_ascii=False, default=str)) if row.tools else None
+        found = next(filter(None, map(self._find.search, texts_of(row.tools))), None)
         return None if found is None else ("the tools", found[0])
 
     def escape(self, row: Conversation) -> Conversation:

@@ -281,7 +281,7 @@ def _texts(path: Path) -> Values:
             line = _decode(raw, path, number)
             if line.endswith("\r\n"):  # Windows' line ends would be trained, and answered with
                 line = f"{line[:-2]}\n"
-            if line.removesuffix("\n") != SEPARATOR:
+            if line.strip() != SEPARATOR:
                 piece.append(line)
                 continue
             yield from text("".join(piece).removesuffix("\n"))

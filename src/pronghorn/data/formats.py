@@ -225,10 +225,8 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
     remedy = f"write each row as {ACCEPTED}, or name the columns in data.columns"
     if likely := likely_columns(value):
         remedy = f"set {_columns(value, likely)}"
-    for key, turns in value.items():
-        first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
-        if ours := {"role": "messages", "from": "conversations"}.get(next(iter(first.keys() & {"role", "from"}), "")):
-            remedy = f"set data.columns: {{{ours}: {key}}}"
+    for ours, key in turns_column(value).items():
+        remedy = f"set data.columns: {{{ours}: {_quoted(key)}}}"
     if at.endswith(".csv row 1"):
         remedy += "; a .csv file's first line names its columns"
     raise DataError(f"{at}: keys {keys(value)} are no known format", remedy)
@@ -242,6 +240,16 @@ def likely_columns(row: Mapping[str, Any]) -> dict[str, str] | None:
         return {"prompt": keys_of[prompt], "completion": keys_of[answer]}
     text = next((name for name in TEXTS if name in keys_of), None)
     return {"text": keys_of[text]} if text and len(row.keys() - PROVENANCE) == 1 else None
+
+
+def turns_column(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return which key of a row holds a conversation's turns: ours to the row's; {} where none does."""
+    for key, turns in row.items():
+        first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
+        for part, ours in (("role", "messages"), ("from", "conversations")):
+            if part in first:
+                return {ours: key}
+    return {}
 
 
 def beside(row: Mapping[str, Any], columns: Mapping[str, str] | None) -> dict[str, str]:
@@ -274,8 +282,9 @@ def _columns(row: Mapping[str, Any], likely: Mapping[str, str]) -> str:
 
 
 def _quoted(key: str) -> str:
-    """Return a key as YAML takes it as it is."""
-    return key if re.fullmatch(r"\w[\w-]*", key) else repr(key)
+    """Return a key as YAML takes it as it is: a number or a truth value in quotes."""
+    plain = re.fullmatch(r"(?!(?i:true|false|yes|no|on|off|null)$)[^\W\d][\w-]*", key)
+    return key if plain else repr(key)
 
 
 def _by_turns(name: str, value: Mapping[str, Any]) -> Shape:

@@ -15,13 +15,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.data.control_tokens import ControlTokens, Pieces, Rule
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.data.rows import Conversation, Message, OnBad, PromptCompletion, Row, TextDocument, dropping, in_chunks
-from pronghorn.data.template import NoTemplateError, Turn, clip, render, special_tokens, turns
+from pronghorn.data.template import NoTemplateError, Turn, check_said, clip, render, special_tokens, turns
 from pronghorn.errors import DataError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -133,10 +134,14 @@ class Labeller:
     ) -> None:
         self._tokenizer, self._loss_on, self._system_prompt, self._rule = tokenizer, loss_on, system_prompt, rule
         self._control = ControlTokens(tokenizer)
-        special: Any = tokenizer.convert_tokens_to_ids(sorted(special_tokens(tokenizer)))
+        self._special_tokens = special_tokens(tokenizer)
+        special: Any = tokenizer.convert_tokens_to_ids(sorted(self._special_tokens))
         self._special: frozenset[int] = frozenset(special)
         """Ids of special tokens, which may end a turn and not stand inside one."""
-        self._bos = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+        # of a text: what a tokenizer puts behind one may be bos, too
+        probe: Any = tokenizer("a", return_special_tokens_mask=True)
+        before = takewhile(itemgetter(1), zip(probe["input_ids"], probe["special_tokens_mask"], strict=True))
+        self._bos = [token for token, _ in before if token == tokenizer.bos_token_id]
 
     def render(self, row: Row) -> list[Rendered]:
         """Return the row's text and the ranges of its characters that are supervised; several texts where the template
@@ -177,7 +182,8 @@ class Labeller:
                     "set data.loss_on: completion, or delete the turn's weight",
                 )
             text = render(row.messages, row.tools, tokenizer, row.source, answer=False)
-            _check_said(row, text)
+            said = [_apart(message) for message in row.messages if message.role == "assistant"]
+            check_said(said, text, self._special_tokens, row.source)
             return [Rendered(text, None, source=row.source, **common)]
         return self._documents(row, supervised[-1:] if self._loss_on == "last" else supervised, common)
 
@@ -256,7 +262,8 @@ class Labeller:
                 labels[first:end] = ids[first:end]
         if row.bare:
             if eos is None:
-                raise DataError(f"{row.source}: the tokenizer has no token to end it with", "set tokenizer.eos_token")
+                remedy = "set tokenizer.eos_token, of a folder in its tokenizer_config.json"
+                raise DataError(f"{row.source}: the tokenizer has no token to end it with", remedy)
             bos = self._bos if self._bos != ids[:1] else []
             end_token = [eos] if ids[-1:] != [eos] else []
             ids, labels = [*bos, *ids, *end_token], [*[IGNORE_INDEX] * len(bos), *labels, *end_token]
@@ -283,15 +290,6 @@ def _joined(message: Message) -> Message:
         return message
     extra = {name: value for name, value in message.extra.items() if name != "reasoning_content"}
     return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.content}", extra=extra)
-
-
-def _check_said(row: Conversation, text: str) -> None:
-    said = [message.content.strip() for message in row.messages if message.role == "assistant"]
-    if any(said) and not any(content and content in text for content in said):
-        raise DataError(
-            f"{row.source}: the chat template leaves the assistant's text out: only its own tokens would be trained",
-            "set data.chat_template to one that renders every message's content",
-        )
 
 
 class Edges:

@@ -84,6 +84,18 @@ def where(path: str | PurePath, line: int) -> str:
     return f"{path} {unit} {line}"
 
 
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield every string in a value of JSON, the keys of its objects too, each as it is: written as JSON, a token with
+    quotes in it (Gemma 4's <|"|>) would be another text."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from texts_of([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from texts_of(each)
+
+
 @contextmanager
 def dropping(on_bad: OnBad | None) -> Iterator[None]:
     """Give a DataError of the block to `on_bad` instead of raising it; None raises it."""

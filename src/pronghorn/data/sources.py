@@ -89,8 +89,14 @@ def _values(source: Source) -> Iterator[tuple[str, Iterator[tuple[int, Any]]]]:
 
 
 def _decoded(content: Any, path: Path) -> Iterator[dict[str, Any]]:
-    with reading(path):  # images and sounds in other columns are decoded, too
-        yield from content
+    try:
+        with reading(path):  # images and sounds in other columns are decoded, too
+            yield from content
+    except (ImportError, RuntimeError) as error:
+        raise DataError(
+            f"{path.as_posix()}: a column that is no text can't be read ({error})",
+            "give a set without it, as remove_columns and save_to_disk write it",
+        ) from error
 
 
 def _open(source: Source) -> Any:
@@ -139,7 +145,8 @@ def _saved(path: Path, split: str) -> Any:
     from datasets import load_from_disk
 
     try:
-        return load_from_disk(path)
+        saved = load_from_disk(path)
+        return saved.with_format(None, columns=saved.format["columns"])  # it may have been saved as NumPy's or Arrow's
     except IndexError as error:  # what an empty one makes of `datasets`
         raise DataError(f"{path}: no rows in it", "save one that has rows") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

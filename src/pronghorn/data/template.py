@@ -6,17 +6,16 @@ gpt-oss, reasoning through qwen-3 and gpt-oss as a field of its own.
 """
 
 import difflib
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pronghorn.data import sandbox
-from pronghorn.data.rows import Conversation, Message
+from pronghorn.data.rows import Conversation, Message, texts_of
 from pronghorn.errors import ConfigError, DataError, PronghornError
 from pronghorn.text import short
 
@@ -139,7 +138,7 @@ def find_template(choice: str | None) -> Template | None:
             raise ConfigError(
                 f"data.chat_template: {short(str(path))} does not exist", "fix the path of the .jinja file"
             )
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(
             f"data.chat_template: {_short(path)} can't be read ({error.strerror})", "fix the path"
@@ -152,9 +151,11 @@ def find_template(choice: str | None) -> Template | None:
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """Return the texts of the tokenizer's special tokens, the unknown token aside."""
+    """Return the texts of the tokenizer's special tokens, the unknown token aside where it is nothing else (GPT-2's is
+    the beginning and the end, too)."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return added.union(tokenizer.all_special_tokens) - {tokenizer.unk_token}
+    unknown = {tokenizer.unk_token} - {tokenizer.bos_token, tokenizer.eos_token}
+    return added.union(tokenizer.all_special_tokens) - unknown
 
 
 def render(
@@ -310,10 +311,7 @@ def _end_of_turn(row: Conversation, index: int, start: int, text: str, tokenizer
     calls = message.extra.get("tool_calls", ())
     upto = render(row.messages[: index + 1], row.tools, tokenizer, row.source, answer=False).rstrip()
     special = special_tokens(tokenizer)
-    own = json.dumps([message.content, message.reasoning, calls], ensure_ascii=False)
-    held = next((token for token in sorted(special) if token in own), None)
-    if held is not None:
-        raise DataError(f"{row.source}: the assistant's text holds the control token {clip(held)}", "delete it there")
+    _check_no_control(message, special, row.source)
     end_token = max((token for token in special if upto.endswith(token)), key=len, default="")
     alone = upto[start:] if upto.startswith(text[:start]) else ""
     if not end_token or not alone:
@@ -334,6 +332,26 @@ def _end_of_turn(row: Conversation, index: int, start: int, text: str, tokenizer
             "set data.chat_template to one that keeps tool calls and reasoning, or set data.loss_on: last",
         )
     return start + len(turn)
+
+
+def check_said(said: Sequence[Message], text: str, special: Collection[str], source: str) -> None:
+    """Check what the assistant says in a conversation that is trained whole, rendered as `text`. Raises DataError for
+    special tokens in it, and for a template that leaves all of it out."""
+    for message in said:
+        _check_no_control(message, special, source)
+    contents = [message.content.strip() for message in said]
+    if any(contents) and not any(content and content in text for content in contents):
+        raise DataError(
+            f"{source}: the chat template leaves the assistant's text out: only its own tokens would be trained",
+            "set data.chat_template to one that renders every message's content",
+        )
+
+
+def _check_no_control(message: Message, special: Collection[str], source: str) -> None:
+    said = [*texts_of([message.content, message.reasoning, message.extra.get("tool_calls")])]
+    held = next((token for token in sorted(special) if any(token in text for text in said)), None)
+    if held is not None:
+        raise DataError(f"{source}: the assistant's text holds the control token {clip(held)}", "delete it there")
 
 
 def _check_holds(text: str, parts: Sequence[str], problem: str) -> None:

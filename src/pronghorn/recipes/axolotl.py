@@ -102,6 +102,7 @@ def convert(draft: Draft) -> None:
     common.max_steps(draft)
     common.resumed(draft)
     draft.copy(common.SAME | _SAME)
+    draft.names["data"] = "datasets"
     common.load_best(draft, _loads_best(draft.recipe["train"]))
     if resumed := draft.take("lora_model_dir"):
         draft.put("model.name", str(resumed), "lora_model_dir; its base is named in its adapter_config.json")

@@ -33,6 +33,8 @@ class Draft:
     """Their keys that have no equivalent, and what to do."""
     needless: dict[str, str] = field(default_factory=dict)
     """Their keys that nothing has to be written for, and why."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Our keys to theirs, as far as `copy` was told."""
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of one of their keys, which is done with then."""
@@ -52,6 +54,7 @@ class Draft:
 
     def copy(self, names: Mapping[str, str]) -> None:
         """Take over each of their keys that means the same as one of ours: theirs to ours."""
+        self.names |= {ours: name for name, ours in names.items()}
         for name, ours in names.items():
             if (value := self.take(name)) is not None:
                 self.put(ours, value, name)
@@ -84,7 +87,8 @@ class Draft:
                 value = self.recipe.get(section, {}).pop(name, None)
                 key = f"{section}.{name}".rstrip(".")
                 if value is None:
-                    raise ConfigError(f"the recipe would lack {key}", "add it to the file, and convert again") from None
+                    remedy = f"add {self.names.get(key, 'it')} to the file, and convert again"
+                    raise ConfigError(f"the recipe would lack {key}", remedy) from None
                 source_key = self.comments.pop(key, key)
                 fields = Recipe.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
                 if (is_key := name in fields) and fields[name].is_required():

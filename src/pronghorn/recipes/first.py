@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.config.recipe import Recipe
 from pronghorn.data.files import READERS, read_file
-from pronghorn.data.formats import columns_to_write, likely_columns
+from pronghorn.data.formats import PROVENANCE, columns_to_write, likely_columns, turns_column
 from pronghorn.data.template import BUILT_IN, NoTemplateError, special_tokens
 from pronghorn.device import probe
 from pronghorn.diagnose.inspect import Inspection, inspect
@@ -165,15 +165,20 @@ def _choose_template(draft: Draft, found: FoundModel, error: NoTemplateError) ->
 
 
 def _name_columns(draft: Draft, path: Path) -> None:
-    """Name the columns of rows of a prompt and an answer under other names."""
+    """Name the columns of rows of a prompt and an answer, or of turns, under other names."""
     row = next(iter(read_file(path)), (0, None))[1]
-    if isinstance(row, dict) and not {"messages", "conversations", "text", "chosen"} & row.keys():
-        likely = likely_columns(row)
-        formats = ({"prompt", "completion"}, {"instruction", "output"}, {"instruction", "context", "response"})
-        if likely and not any(keys <= row.keys() for keys in formats):
-            columns, unread = columns_to_write(row, likely)
-            left_out = f"; not read: {', '.join(unread)}" if unread else ""
-            draft.put("data.columns", columns, f"our names, and the file's{left_out}")
+    known = [{"messages"}, {"conversations"}, {"text"}, {"chosen"}]
+    known += [{"prompt", "completion"}, {"instruction", "output"}, {"instruction", "context", "response"}]
+    if not isinstance(row, dict) or any(keys <= row.keys() for keys in known):
+        return
+    if likely := likely_columns(row):
+        columns, unread = columns_to_write(row, likely)
+    else:
+        columns = turns_column(row)
+        unread = [key for key in row if key not in {*columns.values()} | PROVENANCE]
+    if columns:
+        left_out = f"; not read: {', '.join(unread)}" if unread else ""
+        draft.put("data.columns", columns, f"our names, and the file's{left_out}")
 
 
 def _choose_length(draft: Draft, seen: Inspection, most: int) -> None:

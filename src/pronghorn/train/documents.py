@@ -13,7 +13,7 @@ from pronghorn.data.cache import Prepared, documents
 from pronghorn.data.held_out import also_in
 from pronghorn.data.overflow import MUCH, lost_documents
 from pronghorn.data.template import find_template
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, DataError
 from pronghorn.families.registry import import_plugins
 from pronghorn.loading.load import FoundModel, find_model
 from pronghorn.loading.new_tokens import add_tokens
@@ -56,13 +56,23 @@ def find(recipe: Recipe, name: str | Path | None = None, weights: bool = True) -
 
 
 def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:
-    """Load the model's tokenizer with the recipe's new tokens and chat template."""
+    """Load the model's tokenizer with the recipe's new tokens and chat template.
+
+    Raises:
+        ConfigError: a template whose tokens it lacks; DataError: no token to fill rows up with, which is EOS without a
+            padding token.
+    """
     template = find_template(recipe.data.chat_template)
     tokenizer = found.tokenizer()
     if recipe.adapter.new_tokens:
         add_tokens(tokenizer, recipe.adapter.new_tokens, special=() if template is None else template.needs)
     if template is not None:
         template.apply(tokenizer)
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise DataError(
+            f"{found.name}: its tokenizer has neither an EOS nor a padding token",
+            "set eos_token in its tokenizer_config.json, or data.chat_template to a built-in one, which sets it",
+        )
     return tokenizer
 
 

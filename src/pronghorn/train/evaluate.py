@@ -63,7 +63,8 @@ def answer(
     training; at temperature 0 the greedy one.
 
     Raises:
-        DataError: the template can't render the conversation, or it leaves no position of the model for an answer.
+        DataError: the template can't render the conversation, or it leaves no position of the model for an answer, or
+            the prompt has no token.
     """
     if tokenizer.chat_template:
         chat = [
@@ -80,7 +81,10 @@ def answer(
         add_special_tokens=not tokenizer.chat_template,
         verbose=False,
     )
-    if not tokenizer.chat_template and encoded["input_ids"][0, -1] == tokenizer.eos_token_id:
+    ids = encoded["input_ids"][0].tolist()
+    if not ids:
+        raise DataError("an empty prompt, and a tokenizer that writes no BOS before it", "write something")
+    if not tokenizer.chat_template and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # one alone may be BOS, too
         encoded = encoded.__class__({name: value[:, :-1] for name, value in encoded.items()})  # training had none there
     used, positions = encoded["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
     room = max_new_tokens if positions is None else positions - used
