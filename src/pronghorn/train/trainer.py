@@ -193,7 +193,7 @@ class SFTTrainer(EvaluatingTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Deal packed rows to the processes by their costs; of what isn't packed the steps are stock's. A loader
         without a micro-batch is refused (DataError): stock would end without a step."""
-        return nonempty(self._train_loader(), self.train_dataset, self.args)
+        return by_length.seed_groups(nonempty(self._train_loader(), self.train_dataset, self.args), self.args)
 
     def _train_loader(self) -> DataLoader:
         rows, args = self.train_dataset, self.args
