@@ -343,8 +343,7 @@ class SFTTrainer(EvaluatingTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train an epoch as stock does, but no step where a resumed training had its last: stock trains one more."""
-        done, most = self.state.global_step, self.state.max_steps
-        if done < most:
+        if (done := self.state.global_step) < (most := self.state.max_steps):
             super()._run_epoch(*args, **kwargs)
             return
         self.control.should_training_stop = True
