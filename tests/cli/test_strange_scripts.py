@@ -106,7 +106,7 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a model to resume from": (
         lambda m: trainer(lora(m)).train(resume_from_checkpoint=str(m)),
         "not a checkpoint to resume from",
-        "checkpoint-N",
+        "True for its newest; delete one that is not whole",
     ),
     "adapters and peft_config": (lambda m: trainer(lora(m), peft_config=object()), "peft_config", "leave peft_config"),
     "a rate in quotes": (lambda m: trainer(lora(m), config={"learning_rate": "2e-4"}), "'2e-4'", "as a number"),

@@ -56,6 +56,12 @@ def test_paths_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch)
         load(folder, GOOD, "train.output=~nobody-here/runs")
 
 
+@pytest.mark.parametrize("written", ["10%", "10 %", "10.0%", "0.1"])
+def test_shares_of_a_run_are_written_as_those_of_the_data(folder: Path, written: str) -> None:
+    train = load(folder, GOOD, f"train.warmup_ratio={written}", f"train.logging_steps={written}").train
+    assert train.warmup_ratio == train.logging_steps == 0.1
+
+
 @pytest.mark.parametrize("way", ["on", "off", "auto"])
 def test_on_and_off_are_words(folder: Path, way: str) -> None:
     """YAML 1.1 reads the first two as true and false, in a file and behind `=`."""

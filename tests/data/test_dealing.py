@@ -54,6 +54,15 @@ def test_a_step_has_the_same_rows_on_any_number_of_processes(rows: int, look_ahe
         assert rows_of_steps(rows, processes, micro_batch, look_ahead=look_ahead) == alone
 
 
+@pytest.mark.parametrize("look_ahead", [1, 3])
+def test_whole_steps_are_the_same_where_what_is_left_over_is_dropped(look_ahead: int) -> None:
+    """How much that is depends on the number of processes."""
+    shares = [Share(0, processes, 1, 12 // processes) for processes in (1, 2, 4)]
+    found = [DealtRows(costs_of(47), each, 3, look_ahead=look_ahead, drop_last=True).steps() for each in shares]
+    assert [len(steps[-1]) for steps in found] == [11, 10, 8]
+    assert found[0][:3] == found[1][:3] == found[2][:3]
+
+
 def test_an_epoch_s_order_depends_on_seed_and_epoch_alone() -> None:
     assert order(50, 1, 0) == order(50, 1, 0) != order(50, 1, 1) != order(50, 2, 0)
     assert order(5, 1, 0, shuffled=False) == [0, 1, 2, 3, 4]

@@ -157,13 +157,36 @@ def test_a_step_s_gradient_is_the_same(tmp_path: Path, kind: str) -> None:
         assert (gradient - found[1][1][name]).norm() <= 1e-6 * gradient.norm(), name
 
 
-def test_a_run_that_was_taken_up_in_an_epoch_has_the_same_micro_batches(tmp_path: Path) -> None:
-    whole = trainer_of(Noted, tmp_path, save_strategy="steps", save_steps=STOPPED_AT)
+GROUPED = {"train_sampling_strategy": "group_by_length"}
+
+
+@pytest.mark.parametrize("changes", [{}, GROUPED, GROUPED | {"packing": True}])
+def test_a_run_that_was_taken_up_in_an_epoch_has_the_same_micro_batches(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    whole = trainer_of(Noted, tmp_path, save_strategy="steps", save_steps=STOPPED_AT, **changes)
     whole.train()
-    resumed = trainer_of(Noted, tmp_path)
+    resumed = trainer_of(Noted, tmp_path, **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STOPPED_AT}"))
     assert resumed.batches == {step: whole.batches[step] for step in range(STOPPED_AT, STEPS)}
     assert losses(resumed) == losses(whole)
+
+
+def grouped(rank: int, folder: Path) -> None:
+    padding_free.why_padded = pads
+    model = add_lora(tiny_model("llama", num_hidden_layers=1), r=2, lora_dropout=0.1)
+    trainer = trainer_of(Noted, folder, model, documents(48), max_steps=6, **GROUPED)
+    trainer.train()
+    torch.save(trainer.batches, folder / f"{rank}.pt")
+
+
+def test_two_processes_draw_the_same_groups_of_like_lengths(tmp_path: Path) -> None:
+    """Also after dropout, of which each draws as much as its batches are wide; and others in each epoch."""
+    together(partial(grouped), tmp_path)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    epochs = [[row for rank in ranks for step in steps for batch in rank[step] for row in batch]
+              for steps in ((0, 1, 2), (3, 4, 5))]  # fmt: skip
+    assert epochs[0] != epochs[1] and [sorted(epoch) for epoch in epochs] == [list(range(48))] * 2
 
 
 def worker(rank: int, folder: Path) -> None:

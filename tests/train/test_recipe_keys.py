@@ -16,6 +16,7 @@ from torch import nn
 from trl import SFTConfig
 
 from pronghorn import FastLanguageModel, SFTTrainer
+from pronghorn.config.checks import missed
 from pronghorn.config.recipe import Recipe
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.linears import unfused_reason
@@ -120,6 +121,18 @@ def test_schedules_of_transformers_train(scheduler: str, more: dict[str, float],
     assert len(rates) == 4
     if scheduler != "reduce_lr_on_plateau":
         assert rates[0] == 0 and rates[1] == pytest.approx(0.5e-2)
+
+
+def test_polynomial_needs_a_step_after_the_warm_up(make: Make) -> None:
+    """A warm-up has five steps by default, as may a first try."""
+    recipe = make("run", train={**PLAIN, "max_steps": 5, "warmup_steps": 5, "lr_scheduler": "polynomial"})
+    says = "train.lr_scheduler: polynomial with 5 steps of warm-up in a run of 5: set fewer train.warmup_steps"
+    with pytest.raises(ConfigError, match=says):
+        run(recipe, QUIET)
+    by_ratio = recipe.train.model_copy(update={"warmup_ratio": 0.9})
+    with pytest.raises(ConfigError, match=says):
+        list(missed(by_ratio, 5))
+    assert list(missed(by_ratio, 11)) == []  # ten steps of warm-up
 
 
 def test_neftune_adds_noise_to_training_alone(make: Make) -> None:

@@ -539,6 +539,16 @@ def test_killed_after_patience_ran_out(make: Make, tmp_path: Path, monkeypatch: 
     assert record.stopped == "patience" and [step["step"] for step in record.steps][-1] == 4
 
 
+def test_a_signal_is_why_a_run_stops_whose_patience_ends_with_the_same_step(make: Make, monkeypatch: Any) -> None:
+    evaluations = iter([1.0, 2.0])
+    monkeypatch.setattr("pronghorn.train.evaluating.heldout_loss", lambda *args: next(evaluations))
+    recipe = make("run", train={"eval_steps": 2, "patience": 1})
+    with monkeypatch.context() as patch, pytest.raises(RunStopped, match="stopped by SIGTERM after step 4"):
+        patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 4))
+        run(recipe, QUIET)
+    assert run(recipe, QUIET).stopped == "patience"
+
+
 def test_moved_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     """The best weights are looked for where the run is, not where it was."""
     evaluations = iter([1.0, 2.0, 3.0])

@@ -239,6 +239,19 @@ def test_a_folder_that_can_not_be_made_is_told(tmp_path: Path) -> None:
         (tmp_path / "another").read_text()  # what is written from is another matter
 
 
+def test_a_disk_that_fails_while_a_folder_is_written_is_told(tmp_path: Path) -> None:
+    """Such as one of the network, or one that the system made read-only after an error."""
+    target, other = tmp_path / "checkpoint-2", tmp_path / "base"
+    for number in (errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE):
+        told = re.escape(f"{target} can't be written ({os.strerror(number)})")
+        with pytest.raises(TrainingError, match=told), whole_folder(target) as folder:
+            raise OSError(number, os.strerror(number), str(folder / "trainer_state.json"))
+        with pytest.raises(OSError, match="base"), whole_folder(target):
+            raise OSError(number, os.strerror(number), str(other))
+    with pytest.raises(FileNotFoundError), whole_folder(target) as folder:
+        (folder / "never written").read_text()
+
+
 def test_a_saved_adapter_is_trained_on(recipe: Any, tmp_path: Path) -> None:
     first = run(recipe(), QUIET)
     saved = {"name": str(tmp_path / "run" / "adapter")}

@@ -38,7 +38,7 @@ from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedE
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
 from pronghorn.train.check_turns import check_rendered, check_turns
-from pronghorn.train.checkpoint import checkpoints, keep_newest
+from pronghorn.train.checkpoint import checkpoints, keep_newest, name_best
 from pronghorn.train.control import trained_seconds
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
@@ -1228,15 +1228,33 @@ def test_the_best_checkpoint_stays_known(
 def test_the_best_checkpoint_is_named_where_it_is(tmp_path: Path) -> None:
     """In a run's folder that was moved; what is nowhere isn't named."""
     state = SimpleNamespace(best_global_step=2)
-    trainer: Any = SimpleNamespace(state=state)
     for expected in (tmp_path / "checkpoint-2", None):
         if expected is not None:
             expected.mkdir()
         state.best_model_checkpoint = str(tmp_path / "before" / "checkpoint-2")
-        SFTTrainer._name_best(trainer, tmp_path, "checkpoint-4")
+        name_best(state, tmp_path, "checkpoint-4")
         assert state.best_model_checkpoint == (expected and str(expected))
         if expected is not None:
             expected.rmdir()
+
+
+@pytest.mark.parametrize("steps", [3, 2])
+def test_a_training_that_is_done_is_not_trained_on(
+    stories: Path, documents: Dataset, tmp_path: Path, steps: int
+) -> None:
+    """Transformers trains a step more, each time, where the last one isn't at an epoch's end."""
+    first, again = adapted(stories), adapted(stories, random_state=9)
+    SFTTrainer(
+        first[0], config(tmp_path, save_strategy="steps", max_steps=3), train_dataset=documents, tokenizer=first[1]
+    ).train()
+    args = config(tmp_path, save_strategy="steps", max_steps=steps)
+    trainer, told = SFTTrainer(again[0], args, train_dataset=documents, tokenizer=again[1]), list[str]()
+    trainer.note = told.append
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3 and len(losses(trainer)) == 3
+    assert_equal_weights(trained(again[0]), trained(first[0]), rel=0.0)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert told == [f"nothing is left to train: 3 steps are done, and the training has {steps}"]
 
 
 def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tmp_path: Path) -> None:

@@ -305,7 +305,16 @@ NO_WARMUP = ("constant", *ON_LOSS)
 
 
 def missed(train: Any, steps: int) -> Iterator[str]:
-    """Say what a run of so many steps never comes to although its `train` section asks for it."""
+    """Say what a run of so many steps never comes to although its `train` section asks for it.
+
+    Raises:
+        ConfigError: `polynomial` with a warm-up exactly as long as the run: transformers divides by what is left.
+    """
+    if train.lr_scheduler == "polynomial" and (warmup := _warmup(train, steps)) == steps:
+        raise ConfigError(
+            f"train.lr_scheduler: polynomial with {counted(warmup, 'step')} of warm-up in a run of {steps:,}",
+            "set fewer train.warmup_steps (0: none), or train for more steps",
+        )
     if (rate := _missed_rate(train, steps)) is not None:
         yield rate
     if train.eval_steps is not None and train.eval_steps > steps:
@@ -327,11 +336,16 @@ def _missed_rate(train: Any, steps: int) -> str | None:
         return f"train.warmup_steps {warmup:,} is not less than {never}"
     numbers = train.lr_scheduler_kwargs
     if "num_decay_steps" in numbers and "num_stable_steps" not in numbers:
-        first = train.warmup_steps if train.warmup_ratio is None else math.ceil(train.warmup_ratio * steps)
+        first = _warmup(train, steps)
         if first + numbers["num_decay_steps"] > steps:
             decay = f"num_decay_steps {numbers['num_decay_steps']:g} of train.lr_scheduler_kwargs"
             return f"{decay}, with {first:,} steps of warm-up, is more than {never}"
     return None
+
+
+def _warmup(train: Any, steps: int) -> int:
+    """Return the steps of warm-up of a run of so many."""
+    return int(train.warmup_steps if train.warmup_ratio is None else math.ceil(train.warmup_ratio * steps))
 
 
 def share_of_step(recipe: Any, processes: int) -> tuple[int, int]:

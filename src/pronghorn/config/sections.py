@@ -21,6 +21,7 @@ from pronghorn.config.values import (
     listed_table,
     modules,
     on_or_off,
+    share,
     tools,
 )
 from pronghorn.errors import ConfigError
@@ -243,7 +244,9 @@ class Train(Section):
         2e-4, gt=0, le=10, description="the highest learning rate, e.g. 2e-4 for LoRA, 2e-5 for every weight"
     )
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
-    warmup_ratio: float | None = Field(None, ge=0, lt=1, description="share of all steps, instead of warmup_steps")
+    warmup_ratio: Annotated[float | None, BeforeValidator(share)] = Field(
+        None, ge=0, lt=1, description="share of all steps (0.1 or 10%), instead of warmup_steps"
+    )
     lr_scheduler: Scheduler = Field("linear", description="schedule after the warm-up, by transformers' names")
     lr_scheduler_kwargs: dict[str, float] = Field(
         {}, description="arguments of the schedule, e.g. {min_lr_rate: 0.1} for cosine_with_min_lr"
@@ -262,10 +265,12 @@ class Train(Section):
     eval_steps: int | None = Field(None, gt=0, description="evaluate held-out rows every so many steps")
     patience: int | None = Field(None, gt=0, description="stop after this many evaluations without a lower loss")
     load_best: bool = Field(True, description="with eval_steps, the result is the checkpoint of the lowest loss")
-    logging_steps: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = Field(
+    logging_steps: Annotated[
+        Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(share)
+    ] = Field(
         0.01,
-        description="log every so many steps (a number below 1: each such share of the run), and every half a minute; "
-        "a step that logs waits for the GPU",
+        description="log every so many steps (a number below 1, or 1%: each such share of the run), and every half a "
+        "minute; a step that logs waits for the GPU",
     )
     seed: Seed = Field(3407, description="seed of data order, packing and dropout")
     deterministic: bool = Field(False, description="the same bits in every run; slower")

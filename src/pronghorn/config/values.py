@@ -87,6 +87,12 @@ def data_or_share(value: object) -> object:
     return listed_table(value)
 
 
+def share(value: object) -> object:
+    """Return a share as a number, also one that is written like 10%."""
+    written = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value) if isinstance(value, str) else None
+    return value if written is None else float(written[1]) / 100
+
+
 def names(value: object) -> object:
     """Return names, given as a list or between commas."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value

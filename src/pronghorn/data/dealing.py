@@ -83,7 +83,7 @@ def steps(
     for begin in range(0, len(whole), look_ahead):
         window = sorted((row for step in whole[begin : begin + look_ahead] for row in step), key=lambda row: costs[row])
         alike = [window[i : i + step_rows] for i in range(0, len(window), step_rows)]
-        random.Random(f"{seed} {begin} {len(indices)}").shuffle(alike)
+        random.Random(f"{seed} {begin} {len(costs)}").shuffle(alike)
         regrouped += alike
     return regrouped + cut[len(whole) :]
 

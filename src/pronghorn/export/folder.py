@@ -35,15 +35,15 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Yields:
         The folder to write into.
     Raises:
-        TrainingError: the disk is full, or no folder can be made or moved there.
+        TrainingError: the disk is full, or no folder can be made or moved there, or no file in it.
     """
     outer = _NAMED.get()
     named = outer[1] if outer is not None and target.is_relative_to(outer[0]) else target
-    ours = True  # what goes wrong outside the block
+    ours, scratch = True, None  # what goes wrong outside the block
     try:
         # raised inside, while what filled the disk is still there, and outside for the flush and the move
         with full_disk(named), state.new_folder(target) as folder, full_disk(named):
-            ours = False
+            ours, scratch = False, folder.parent
             before = _NAMED.set((folder.parent, named))
             try:
                 yield folder
@@ -51,7 +51,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
                 _NAMED.reset(before)
             ours = True
     except OSError as error:
-        if not ours:
+        within = scratch is not None and str(error.filename).startswith(f"{scratch}/")
+        if not ours and (not within or error.errno == errno.ENOENT):  # of a file that is read, or never was written
             raise
         raise TrainingError(
             f"{named} can't be written ({error.strerror or error})",

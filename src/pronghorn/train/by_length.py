@@ -1,18 +1,23 @@
-"""Padded batches with less padding: a step's documents are sorted by length before they are cut into micro-batches."""
+"""Padded batches with less padding: a step's documents are sorted by length before they are cut into micro-batches.
+Where a script asks for transformers' own groups of like lengths instead, each epoch's are the same after a resume."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from datasets import Dataset
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from pronghorn.data.dealing import ByLength, Share
 from pronghorn.data.packed_rows import lengths_of
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import balances_experts, base_causal_lm, rope_limit
 from pronghorn.models.metadata import mixing_adapter
+from pronghorn.train.ranks import data_seed
 
 
 def sort_steps(loader: Any, trainer: Any) -> DataLoader:
@@ -32,6 +37,37 @@ def sort_steps(loader: Any, trainer: Any) -> DataLoader:
     share = Share(args.process_index, args.world_size, cut.batch_size, args.gradient_accumulation_steps)
     if share.micro_batches > 1 and share.rows * share.processes > 1:
         loader.set_sampler(ByLength(sampler, partial(lengths_of, rows), share, cut.drop_last))
+    return loader
+
+
+class GroupedByLength(Sampler):
+    """transformers' groups of documents of like lengths, which the seed and the epoch alone decide.
+
+    Without a generator it draws from torch's random state at the beginning of an epoch, and a training that was resumed
+    in its second epoch has another one, as has each process of several after dropout.
+    """
+
+    def __init__(self, stock: LengthGroupedSampler, seed: int) -> None:
+        self.stock, self._seed, self._epoch = stock, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.stock.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return iter(self.stock)
+
+    def __len__(self) -> int:
+        return len(self.stock)
+
+
+def seed_groups(loader: Any, args: Any) -> DataLoader:
+    """Let a loader that draws transformers' groups of like lengths draw them by the seed and the epoch; return it."""
+    cut = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)  # of several processes accelerate's
+    stock = getattr(cut, "sampler", None)
+    if isinstance(stock, LengthGroupedSampler) and stock.generator is None:
+        loader.set_sampler(GroupedByLength(stock, data_seed(args)))
     return loader
 
 

@@ -86,7 +86,7 @@ def check_folder(folder: Path) -> None:
     if not (folder / "trainer_state.json").is_file():
         raise DataError(
             f"{folder} is not a checkpoint to resume from: it has no trainer_state.json",
-            "give a checkpoint-N folder of the trainer's output, or True for its newest",
+            "give a checkpoint-N folder of the trainer's output, or True for its newest; delete one that is not whole",
         )
 
 
@@ -135,6 +135,16 @@ def named(output: Path, resume: str | bool | None) -> str | None:
     if resume and not found:
         raise ConfigError(f"no checkpoint in {output}", "call train() to start from the beginning")
     return str(found[-1]) if found else None
+
+
+def name_best(trainer_state: Any, output: Path, saved: str) -> None:
+    """Let a trainer's state name the best checkpoint by its final place, not the one aside. Where the best step was not
+    saved, or elsewhere, it stays the one before, as long as that is there."""
+    best, before = output / f"checkpoint-{trainer_state.best_global_step}", trainer_state.best_model_checkpoint
+    if best.is_dir() or best.name == saved:
+        trainer_state.best_model_checkpoint = str(best)
+    elif before is not None and not Path(before).is_dir():
+        trainer_state.best_model_checkpoint = None
 
 
 def keep_newest(output: Path, count: int | None, *spared: str, among: bool = False) -> None:

@@ -134,7 +134,8 @@ class RunControl(TrainerCallback):
             control.should_save = True
         if self.out_of_patience(state):
             control.should_save = control.should_training_stop = True
-            self.stopped = "patience"
+            if not self.signal:  # which came first, and is what the run says
+                self.stopped = "patience"
 
     def out_of_patience(self, state: Any) -> bool:
         """Tell whether the last `patience` evaluations were all no better than one before them."""

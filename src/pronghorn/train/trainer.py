@@ -193,7 +193,7 @@ class SFTTrainer(EvaluatingTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Deal packed rows to the processes by their costs; of what isn't packed the steps are stock's. A loader
         without a micro-batch is refused (DataError): stock would end without a step."""
-        return nonempty(self._train_loader(), self.train_dataset, self.args)
+        return by_length.seed_groups(nonempty(self._train_loader(), self.train_dataset, self.args), self.args)
 
     def _train_loader(self) -> DataLoader:
         rows, args = self.train_dataset, self.args
@@ -341,6 +341,15 @@ class SFTTrainer(EvaluatingTrainer):
                 raise
             raise meant from error
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Train an epoch as stock does, but no step where a resumed training had its last: stock trains one more."""
+        if (done := self.state.global_step) < (most := self.state.max_steps):
+            super()._run_epoch(*args, **kwargs)
+            return
+        self.control.should_training_stop = True
+        if self.args.should_log:
+            self.note(f"nothing is left to train: {done:,} steps are done, and the training has {most:,}")
+
     def load_weights(self, folder: Path) -> None:
         """Put a checkpoint's trained weights into the model (DataError: damaged, or of another model)."""
         self._check(folder)
@@ -374,7 +383,7 @@ class SFTTrainer(EvaluatingTrainer):
             finally:
                 self._aside = None
             self.accelerator.wait_for_everyone()
-            self._name_best(output, name)  # in each process: all of them load it at the end
+            checkpoint.name_best(self.state, output, name)  # in each process: all of them load it at the end
             if self.args.should_save:
                 self.state.save_to_json(str(folder / name / "trainer_state.json"))
                 for path in (folder / name).iterdir():  # stock makes a folder of that name in the one it is given
@@ -389,12 +398,3 @@ class SFTTrainer(EvaluatingTrainer):
             else:
                 checkpoint.keep_newest(output, self.keep, *spared)
         self.accelerator.wait_for_everyone()
-
-    def _name_best(self, output: Path, saved: str) -> None:
-        """Let the state name the best checkpoint by its final place, not the one aside. Where the best step was not
-        saved, or elsewhere, it stays the one before, as long as that is there."""
-        best, before = output / f"checkpoint-{self.state.best_global_step}", self.state.best_model_checkpoint
-        if best.is_dir() or best.name == saved:
-            self.state.best_model_checkpoint = str(best)
-        elif before is not None and not Path(before).is_dir():
-            self.state.best_model_checkpoint = None
