@@ -208,6 +208,11 @@ MISTAKES = {
     ),
     "system beside messages": row({"system": "a", "messages": [USER, ASSISTANT]}, "'system' beside", "put it first"),
     "KTO's rows": row({"prompt": "a", "completion": "b", "label": True}, "'label' beside", "KTOTrainer"),
+    "LLaMA-Factory's KTO rows": row(
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "kto_tag": False},
+        "'kto_tag' beside",
+        "keep those whose kto_tag is true",
+    ),
     "provenance of FineTome's": row(
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "score": 1.0},
         "'score' beside 'conversations'",

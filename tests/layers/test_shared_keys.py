@@ -18,9 +18,11 @@ from pronghorn.models.attach import attach
 from pronghorn.models.families import looks_tokens_up
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import compare, loss_and_gradients, with_adapters
+from support.generic import generic_model
 from support.tiny import packed_row, tiny_model
 
 KINDS = ["gemma4_text", "gemma4_unified_text", "gemma4_text with experts"]
+PATTERN = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
 MIXED = [Policy.KEEP, Policy.RECOMPUTE_LAYER, Policy.OFFLOAD, Policy.RECOMPUTE_MLP, Policy.OFFLOAD]
 PLANS = {policy.value: (policy,) for policy in Policy} | {"mixed": MIXED, "the other way round": MIXED[::-1]}
 
@@ -224,3 +226,31 @@ def test_a_static_cache_generates_what_a_dynamic_one_does() -> None:
     given |= {"pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
     logits = [torch.stack(model.generate(**given, cache_implementation=kind).logits) for kind in ("dynamic", "static")]
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", ["packed", "padded"])
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma3n_text"])
+def test_reentrant_checkpointing_which_loses_their_gradients_is_refused(model_type: str, batch: str) -> None:
+    """As transformers alone loses them; with nothing to learn, and under a plan, there is nothing to lose."""
+    if model_type == "gemma4_text":
+        model = tiny_model(model_type)
+    else:
+        sizes = {"num_key_value_heads": 2, "head_dim": 16, "num_kv_shared_layers": 2, "laurel_rank": 8}
+        sizes |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 131, "num_hidden_layers": 5}
+        layers = {"layer_types": PATTERN, "activation_sparsity_pattern": [0.0] * 5, "sliding_window": 8}
+        model = generic_model(model_type, **sizes, **layers)
+    ids = torch.arange(3, 40)[None]
+    row = packed_row([20], 32) if batch == "packed" else {"input_ids": ids, "labels": ids, "use_cache": False}
+    attach(model)
+    for reentrant in (True, False):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            with pytest.raises(UnsupportedError, match=r"layers share keys and values.*'use_reentrant': False"):
+                model(**row)
+            with torch.no_grad():
+                model(**row)
+        else:
+            model(**row).loss.backward()
+    attach(model, Plan((Policy.RECOMPUTE_LAYER,)))
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model(**row).loss.backward()

@@ -375,6 +375,15 @@ def test_the_probe_runs_under_the_policy_that_training_has(policy: Policy) -> No
     assert probe(model).clean
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_probe_runs_under_transformers_checkpointing(reentrant: bool) -> None:
+    model = generic_model("gemma2")
+    pronghorn.attach(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert probe(model).clean
+    assert model.is_gradient_checkpointing
+
+
 class _DefaultIsAGPU(TorchFunctionMode):
     """Refuse what torch refuses under `torch.set_default_device("cuda")`."""
 

@@ -28,7 +28,7 @@ from pronghorn.models.lora import add_lora
 from pronghorn.models.unpadded import UNPADDED
 from pronghorn.parity.distance import distance
 from pronghorn.parity.own_code import own_code
-from support.tiny import tiny_model
+from support.tiny import MOE_FAMILIES, tiny_model
 
 LENGTHS, LENGTH = (21, 7, 1), 21
 FAMILIES = ["llama", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen3_5_text", "gemma4_text", "glm4_moe", "phi3"]
@@ -103,6 +103,28 @@ def compare(model: Any, given: dict[str, Tensor], plan: Plan | None = None, padd
 def test_a_step_is_plain_transformers(model_type: str, side: str) -> None:
     model = adapted(model_type)
     compare(model, batch(model, side))
+
+
+def routed(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
+    """Return the losses of a step that asks for routers' logits, these logits, and the gradients."""
+    model.zero_grad()
+    out = model(**given, output_router_logits=True)
+    (out.loss + (out.aux_loss if "aux_loss" in out else 0)).backward()
+    logits = [each[given["attention_mask"].flatten().bool()] for each in out.router_logits]
+    return [out.loss, *logits, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("model_type", MOE_FAMILIES)
+def test_routers_logits_are_in_their_places(model_type: str, side: str) -> None:
+    """TRL's trainers ask for them in the policy's forward and not in the reference's: rounded alike, these two are
+    one at first."""
+    model = tiny_model(model_type, num_hidden_layers=2)
+    given = batch(model, side)
+    attach(model, layers="fused")
+    assert UNPADDED in seen_keywords(model.model, lambda: model(**given, output_router_logits=True))
+    for ours, plain in zip(*both_ways(model, lambda model: routed(model, given)), strict=True):
+        assert (ours - plain).norm() <= 2e-4 * plain.norm() + 1e-8
 
 
 @pytest.mark.parametrize("policy", list(Policy))

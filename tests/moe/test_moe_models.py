@@ -19,7 +19,7 @@ from pronghorn.models.expert_gradients import count_tokens
 from pronghorn.models.lora import add_lora
 from pronghorn.train.gradients import gradient_flags, gradient_norms
 from support.documents import one_document_at_a_time
-from support.tiny import packed_row, tiny_model
+from support.tiny import in_4_bits, packed_row, tiny_model
 from support.tolerance import ThreeWay
 
 SHAPE: dict[str, Any] = {
@@ -212,6 +212,26 @@ def test_an_adapter_put_on_after_attach_and_a_disabled_one() -> None:
         for adapted in (late, early):
             torch.testing.assert_close(adapted(input_ids=ids).logits, base)
     assert not torch.allclose(early(input_ids=ids).logits, base)
+
+
+@pytest.mark.parametrize("weights", ["dense", "nf4"])
+def test_a_forward_between_a_late_adapter_s_forward_and_backward(weights: str) -> None:
+    """As reference and KL passes are in preference training."""
+    found, batch = [], packed_row([5, 20, 7], 40, vocab=61)
+    for late in (True, False):
+        model = tiny_moe("mixtral")
+        model = in_4_bits(model) if weights == "nf4" else model
+        if late:
+            attach(model)
+        model = with_expert_lora(model)
+        if not late:
+            attach(model)
+        loss = model(**batch).loss
+        with torch.no_grad():
+            reference = model(**batch).loss
+        (loss - reference + model(**batch).loss).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("family", ATTACHED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 from functools import partial
@@ -11,9 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
+from trl import DPOConfig, DPOTrainer
 
+from pronghorn import FastLanguageModel
+from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.models.lora import add_lora
 from support.forked import forked
+from support.tiny import tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs/preference-training.md"
 SCRIPTS = dict(re.findall(r"## (\w+)\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
@@ -52,3 +59,32 @@ def test_a_script_trains_as_printed(task: str, tmp_path: Path, stories: Path, mo
     trained = [tensor for name, tensor in weights.items() if "lora_B" in name]
     assert trained and all(torch.isfinite(tensor).all() for tensor in trained)
     assert any(tensor.any() for tensor in trained)  # they begin at zero
+
+
+def first_loss(model: Any, tokenizer: Any, out: Path) -> float:
+    """Return the loss of DPO's first step."""
+    args = DPOConfig(str(out), max_steps=1, use_cpu=True, bf16=False, report_to="none", save_strategy="no")
+    rows = Dataset.from_list(ROWS["pairs"])
+    trainer = DPOTrainer(model=model, args=args, processing_class=tokenizer, train_dataset=rows)
+    loss: float = trainer.train().training_loss
+    return loss
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_rows_of_embeddings_are_merged_first_as_the_page_says(tied: bool, tmp_path: Path) -> None:
+    """If TRL copies them to its reference, or reads such a head, the page can leave that out."""
+    tiny_model("llama", vocab_size=264, tie_word_embeddings=tied, eos_token_id=1).save_pretrained(tmp_path / "base")
+    byte_tokenizer(256).save_pretrained(tmp_path / "base")
+    model, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "base"), max_seq_length=256)
+    model = add_lora(model, r=2, trainable_token_indices={"embed_tokens": list(range(264))})
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            parameter.data += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.05
+    FastLanguageModel.save_pretrained_merged(model, tmp_path / "merged", tokenizer)
+    if tied:
+        with pytest.raises(AttributeError, match="object has no attribute 'bias'"):
+            first_loss(model, tokenizer, tmp_path)
+    else:
+        assert abs(first_loss(model, tokenizer, tmp_path) - math.log(2)) > 1e-4
+    merged, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "merged"), max_seq_length=256)
+    assert first_loss(add_lora(merged, r=2), tokenizer, tmp_path) == pytest.approx(math.log(2), abs=1e-6)

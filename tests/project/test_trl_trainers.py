@@ -107,8 +107,7 @@ def train(name: str, models: Any, family: str, full: bool, layers: str | None, o
     before = {key: p.detach().clone() for key, p in trained.items()}
     trainer.train()
     assert (attached(model) is not None) == (layers is not None)
-    if family not in MOE_FAMILIES:  # some trainers ask for routers' logits, for which batches stay padded
-        assert (UNPADDED in seen) == (layers == "fused")
+    assert (UNPADDED in seen) == (layers == "fused")
     logs = [
         {key: value for key, value in entry.items() if isinstance(value, int | float)}
         for entry in trainer.state.log_history

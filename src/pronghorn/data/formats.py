@@ -53,6 +53,8 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name: needed 
 }
 PAIR = ("chosen", "rejected")
 """Keys of a preference pair."""
+_JUDGED = ("label", "kto_tag")
+"""TRL's and LLaMA-Factory's keys for whether an answer is good."""
 SPELLINGS = {("instruction", "context", "response"): ("alpaca", {"input": "context", "output": "response"})}
 """Keys of well-known sets that are a format under other names (Dolly's): these keys, the format, its `columns`."""
 
@@ -216,8 +218,8 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
         remedy = f"delete them, or set data.format to {' or '.join(near)} to ignore every other key"
         if near[0] == "messages" and "system" in extra:
             remedy = 'put it first among the messages: {"role": "system", "content": …}'
-        elif "label" in extra and isinstance(value["label"], bool):
-            remedy += "; of KTO's rows keep those whose label is true, or use TRL's KTOTrainer (pronghorn docs "
+        elif judged := next((key for key in extra if key in _JUDGED and isinstance(value[key], bool)), None):
+            remedy += f"; of KTO's rows keep those whose {judged} is true, or use TRL's KTOTrainer (pronghorn docs "
             remedy += "preference-training)"
         elif near[0] in ("alpaca", "prompt_completion") and (likely := likely_columns(value)):
             remedy = f"set {_columns(value, likely)}" if {*extra} & {*beside(value, likely).values()} else remedy

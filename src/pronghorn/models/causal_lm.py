@@ -18,7 +18,7 @@ from pronghorn.families.registry import family_of
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.layers.subclass import subclass
 from pronghorn.models import experts
-from pronghorn.models.families import set_attention, settle_balance
+from pronghorn.models.families import set_attention, settle_balance, without_checkpointing
 from pronghorn.models.loss import packed_lm_loss
 from pronghorn.models.metadata import LOSS_ROWS_ONLY
 from pronghorn.models.unpadded import LABELS
@@ -54,15 +54,9 @@ class PackedCausalLM:
 
         Layers that recompute are given none there, and each new token would be computed without those before.
         """
-        recomputing = [module for module in self.modules() if getattr(module, "gradient_checkpointing", False)]
-        for module in recomputing:
-            module.gradient_checkpointing = False
-        try:
-            generates: Any = super()
+        generates: Any = super()
+        with without_checkpointing(self):
             return generates.generate(*args, **kwargs)
-        finally:
-            for module in recomputing:
-                module.gradient_checkpointing = True
 
     @contextmanager
     def continuous_batching_context_manager(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -303,7 +303,10 @@ def _weight(module: Any, name: str) -> tuple[Tensor, LowRank | None]:
         return getattr(module, name), module.__dict__.get(_HELD, {}).get((get_ident(), name))
     left, right = chain[0].lhs, chain[0].rhs
     a, b = (left.transpose(1, 2), right.transpose(1, 2)) if module.is_transposed else (right, left)
-    return chain.original, LowRank(a, b, chain[0].scaling)
+    # the next forward's parametrization writes the same numbers into the weight, of which autograd then says that
+    # it was changed if this forward's backward is still to come
+    weight = chain.original if chain.original.requires_grad else chain.original.data
+    return weight, LowRank(a, b, chain[0].scaling)
 
 
 def low_rank_weights(module: Any) -> list[tuple[Tensor, LowRank | None, Tensor | None]]:

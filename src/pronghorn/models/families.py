@@ -6,7 +6,8 @@ A family is listed once its packed forward and gradients are shown to equal one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -230,6 +231,19 @@ def recomputes_layers(model: nn.Module) -> bool:
         getattr(module, "gradient_checkpointing", False) or module.__dict__.get(POLICY) in parts
         for module in model.modules()
     )
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Leave transformers' gradient checkpointing out while the block runs."""
+    recomputing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in recomputing:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in recomputing:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def recompute_layers(model: Any, on: bool) -> None:

@@ -43,6 +43,7 @@ from pronghorn.models.families import set_attention, settle_balance
 from pronghorn.models.loss import CHUNK_BYTES
 from pronghorn.models.metadata import (
     check_causal,
+    check_checkpointing,
     check_mixing,
     check_rope,
     mixing_adapter,
@@ -222,6 +223,7 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
             kwargs = packing.pack(packed, kwargs)
             rows = packed.loss_rows if labels is not None and "logits_to_keep" in names else None
         warn_of_attentions(self.config, kwargs)
+        check_checkpointing(text_config(self.config), self)
         balanced = settle_balance(self.config, kwargs)
         own = labels is not None and (has_own_loss(self, kwargs) or balanced)
         if own:

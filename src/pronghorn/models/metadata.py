@@ -51,6 +51,7 @@ def share_metadata(
     if packed is None:
         packed = stock_batch(kwargs, tokens)
     warn_of_attentions(backbone.config, kwargs)
+    check_checkpointing(backbone.config, backbone)
     implementation_now = str(backbone.config._attn_implementation)
     isolates = implementation_now.startswith(NAME_PREFIX)
     alone = tokens is not None and not args and mixes is None and cache_of(kwargs) is None
@@ -202,6 +203,21 @@ def warn_of_attentions(config: Any, kwargs: dict[str, Any]) -> None:
     if asked and str(config._attn_implementation).startswith(NAME_PREFIX):
         told = "output_attentions: an attached model's attention has no weights to give, `attentions` stays empty; "
         warnings.warn(told + "detach the model and set its attention to eager to see them", stacklevel=2)
+
+
+def check_checkpointing(config: Any, model: Any) -> None:
+    """Raise UnsupportedError for a training step that would leave out the gradients of keys and values which layers
+    share (Gemma 4 E2B): reentrant checkpointing has none of what a layer is given by keyword. A plan isn't reentrant.
+    """
+    if not (getattr(config, "num_kv_shared_layers", 0) and model.training and torch.is_grad_enabled()):
+        return
+    layers = (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
+    functions = (getattr(layer, "_gradient_checkpointing_func", None) for layer in layers)
+    if any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
+        raise UnsupportedError(
+            "reentrant gradient checkpointing of a model whose layers share keys and values: these get no gradient",
+            "set gradient_checkpointing_kwargs={'use_reentrant': False}",
+        )
 
 
 def stock_batch(kwargs: dict[str, Any], tokens: Any = None) -> PackedBatch | None:

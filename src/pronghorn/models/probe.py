@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,7 +26,8 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import PronghornError, UnsupportedError
 from pronghorn.families.generic import limits_to_cross, routes, text_config
 from pronghorn.layers.linears import products_dtype
-from pronghorn.models.families import base_causal_lm, decoder_layers, rope_limit
+from pronghorn.memory.recompute import INSTALLED
+from pronghorn.models.families import base_causal_lm, decoder_layers, rope_limit, without_checkpointing
 from pronghorn.models.generic import PACKING, GenericPacking, Way
 from pronghorn.models.passes import (
     after_forward,
@@ -163,7 +165,8 @@ def long_lengths(config: Any) -> tuple[int, ...]:
 def _tried(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     """Return the record of one way of packing, that its forward fails if it does."""
     try:
-        with undisturbed(base):
+        # of transformers' checkpointing, which a plan replaces, the reentrant kind has no torch.autograd.grad
+        with undisturbed(base), nullcontext() if INSTALLED in base.__dict__ else without_checkpointing(base):
             return _judged(base, packing, found)
     except PronghornError as error:
         return replace(found, problem=error.problem)

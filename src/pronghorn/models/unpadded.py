@@ -3,9 +3,9 @@
     [B, L] and a mask  ->  [1, T] and a PackedBatch  ->  layers  ->  [B, L, H], zeros where there was padding
 
 So trainers that pad (TRL's DPO, KTO, GRPO) and loops of one's own have these layers, too. It costs one synchronisation
-a forward: the mask says on the host how long each sequence is. What asks for more than the last hidden states, or for a
-cache of keys and values, what is learned from padding, and what somebody's hooks look at inside, goes transformers'
-way, padded.
+a forward: the mask says on the host how long each sequence is. What asks for more than the last hidden states and
+routers' logits, or for a cache of keys and values, what is learned from padding, and what somebody's hooks look at
+inside, goes transformers' way, padded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ GRAPHS = "_pronghorn_graphs"
 UNPADDED = "pronghorn_unpadded"
 """The keyword of (B, L, the real tokens' places in B·L) in a backbone's forward that has these tokens alone."""
 _READ = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch")
-MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
+_STATES = ("output_hidden_states", "output_attentions")
+MORE = (*_STATES, "output_router_logits")
 """By which a call or a configuration asks for more than the last hidden states."""
 _SHAPELESS = ("pronghorn.", "transformers.utils.", "torch.distributed.")
 """Whose hooks don't mind how tokens lie: profile's, transformers' recorder's, FSDP2's."""
@@ -86,7 +87,7 @@ def unpad(layers: FusedLayers, kwargs: dict[str, Any], tokens: Tensor, labels: T
 
 
 def _is_plain(layers: FusedLayers, kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
-    """Tell whether a forward takes tokens and a mask alone, and nobody wants more than its last hidden states."""
+    """Tell whether a forward takes tokens and a mask alone, and nobody wants layers' hidden states or attentions."""
     backbone, config = layers.backbone, layers.backbone.config
     most = rope_limit(config)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -94,7 +95,7 @@ def _is_plain(layers: FusedLayers, kwargs: dict[str, Any], shape: tuple[int, ...
     if caches is None:  # nobody asked: in training none is missed
         caches = getattr(config, "use_cache", True) and not (backbone.training and torch.is_grad_enabled())
     others = [value for name, value in kwargs.items() if name not in _READ and isinstance(value, Tensor)]
-    asked = (getattr(config, name, False) if kwargs.get(name) is None else kwargs[name] for name in MORE)
+    asked = (getattr(config, name, False) if kwargs.get(name) is None else kwargs[name] for name in _STATES)
     returns = getattr(config, "return_dict", True) if kwargs.get("return_dict") is None else kwargs["return_dict"]
     return (
         not (caches or others or any(asked))
@@ -126,11 +127,15 @@ def _is_strange(hook: Any) -> bool:
 
 
 def put_back(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Put the hidden states of real tokens back into their places: a forward hook of the backbone."""
+    """Put hidden states and routers' logits of real tokens back into their places: a forward hook of the backbone."""
     if UNPADDED not in kwargs:
         return None
     batch, length, places = kwargs[UNPADDED]
-    hidden = output.last_hidden_state
-    whole = hidden.new_zeros(batch * length, hidden.shape[-1]).index_copy(0, places, hidden[0, : len(places)])
-    output.last_hidden_state = whole.view(batch, length, -1)
+
+    def placed(rows: Tensor) -> Tensor:
+        return rows.new_zeros(batch * length, rows.shape[-1]).index_copy(0, places, rows[: len(places)])
+
+    output.last_hidden_state = placed(output.last_hidden_state[0]).view(batch, length, -1)
+    if getattr(output, "router_logits", None) is not None:
+        output.router_logits = tuple(map(placed, output.router_logits))
     return output
