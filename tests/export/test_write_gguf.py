@@ -456,3 +456,12 @@ def test_what_llama_cpp_computes_otherwise_is_told(
 def test_rope_that_turns_a_part_of_heads_is_scaled_as_transformers_scales_it() -> None:
     rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "head_dim": 8, "factor": 2.0}
     assert rope_factors(rope, None).tolist() == pytest.approx([2.0, 2.0, 1e30, 1e30])
+
+
+def test_yarn_of_a_part_of_heads_is_written(tmp_path: Path) -> None:
+    tokenizer = byte_level("llama-bpe")
+    rope = YARN | {"partial_rotary_factor": 0.5}
+    model = tiny_model("glm4_moe", vocab_size=len(tokenizer), rope_parameters=rope)
+    told = read_header(write_gguf(save(model, tokenizer, tmp_path / "merged"), tmp_path / "model.gguf", "f32"))
+    assert told.of_model("rope.dimension_count") == model.config.head_dim // 2
+    assert told.of_model("rope.scaling.attn_factor") == pytest.approx(1.0)

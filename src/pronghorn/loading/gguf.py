@@ -268,14 +268,15 @@ def _llama3_rope(header: GgufHeader, rope: dict[str, Any], head_dim: int) -> dic
 
 
 def scaled_rope(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """Return by what transformers divides each frequency of a scaled RoPE, float32 [head_dim / 2], and what it
-    multiplies cosines and sines by."""
+    """Return by what transformers divides each frequency of a scaled RoPE, float32 [head_dim / 2] or fewer where it
+    rotates a part of each head, and what it multiplies cosines and sines by."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config: Any = SimpleNamespace(rope_parameters=rope, standardize_rope_params=lambda: None, head_dim=head_dim)
     config.hidden_size, config.num_attention_heads = head_dim, 1
     scaled, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    return 1 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)) / scaled, factor
+    turned = 2 * len(scaled)
+    return 1 / (rope["rope_theta"] ** (torch.arange(0, turned, 2).float() / turned)) / scaled, factor
 
 
 def _set_token_ids(model: Any, tokenizer: Any, metadata: dict[str, Any]) -> None:
