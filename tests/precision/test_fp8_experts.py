@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pronghorn.kernels.grouped_fp8 import FP8Experts, choose_fp8
 from pronghorn.kernels.grouped_gemm import by_descriptors
 from pronghorn.memory.devices import device_spec
-from pronghorn.memory.estimate import TrainSetup, resting_bytes
+from pronghorn.memory.estimate import TrainSetup, resting_bytes, width_of, working_bytes
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
@@ -167,6 +167,16 @@ def test_the_plan_counts_each_layout_to_the_byte(in_8_bits: str, layouts: int) -
         assert grown == exactly if exactly else layouts * weights < grown < 1.01 * layouts * weights
     times = [step_times(dims, setup, device_spec("h200")).step([Policy.KEEP] * 4) for setup in (plain, experts)]
     assert times[1] < times[0]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_plan_counts_codes_that_are_made_while_the_activation_is_there(family: str) -> None:
+    """The kernel of the activation's backward writes them; Mixtral's experts are wider than its tokens."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=1))
+    (layer,) = dims_of(model).layers
+    plain, in_8_bits = (working_bytes(layer, TrainSetup(8192, fp8=True, fp8_experts=each)) for each in (False, True))
+    assert in_8_bits - plain == 8192 * (2 * width_of(layer) + 4 * layer.experts.chosen)
 
 
 @pytest.mark.parametrize(

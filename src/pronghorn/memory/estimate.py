@@ -229,7 +229,8 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     """Count W, the most that comes and goes inside one layer's backward, which is in its MLP.
 
     The stream's gradient, down's operand and the activation, or its gradient; d(gate·up) takes gate·up's place. Of
-    experts d(gate·up) and either the activation or the rows' gradients, and the packed ones that are written out.
+    experts d(gate·up), in 8 bits its codes, either the activation or the rows' gradients, and the packed ones that are
+    written out.
     """
     from pronghorn.kernels.mxfp4 import SCRATCH
 
@@ -240,8 +241,8 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     if layer.experts:
         scratch = 0 if setup.expert_bytes is None else min(SCRATCH, 2 * b * layer.expert_weights // 3)
         quantised = 2 * i + 4 * layer.experts.chosen if setup.fp8_experts else 0  # d(gate·up)
-        rows = max(b * layer.experts.chosen * h + quantised, b * i)
-        return summed + t * (h * (setup.stream_bytes + b) + b * 2 * i + rows) + scratch
+        rows = max(b * layer.experts.chosen * h, b * i)
+        return summed + t * (h * (setup.stream_bytes + b) + b * 2 * i + quantised + rows) + scratch
     # in 8 bits down's operand may be the stream's gradient itself
     operand = 0 if setup.fp8 and not layer.norms_after and setup.stream_bytes == b else t * h * b
     found = summed + t * h * setup.stream_bytes + products_bytes(i, layer, setup, t, operand)
