@@ -311,9 +311,10 @@ def missed(train: Any, steps: int) -> Iterator[str]:
         ConfigError: `polynomial` with a warm-up exactly as long as the run: transformers divides by what is left.
     """
     if train.lr_scheduler == "polynomial" and (warmup := _warmup(train, steps)) == steps:
+        key = "warmup_steps" if train.warmup_ratio is None else "warmup_ratio"
         raise ConfigError(
             f"train.lr_scheduler: polynomial with {counted(warmup, 'step')} of warm-up in a run of {steps:,}",
-            "set fewer train.warmup_steps (0: none), or train for more steps",
+            f"lower train.{key} (0: none), or train for more steps",
         )
     if (rate := _missed_rate(train, steps)) is not None:
         yield rate
