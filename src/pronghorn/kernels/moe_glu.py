@@ -53,7 +53,7 @@ def backward_reference_(
     """Return (dh, dw), and put w·a in the place of d if it is wanted.
 
     Args:
-        d: [S, I], contiguous, overwritten: the gradient before it is weighted.
+        d: [S, I], contiguous: the gradient before it is weighted.
         weights: [T, K]; slots: int32 [S], where in it each row's weight lies.
         activated: whether anybody reads w·a; if not, d keeps what it had.
         codes: where dh's are written, if they are wanted.

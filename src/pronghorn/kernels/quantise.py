@@ -118,7 +118,7 @@ def larger(most, x):
 def store_codes_of_parts(x_ptr, columns_ptr, codes_ptr, scale_ptr, most, K, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Quantise a row of K columns that this program has just stored, and reads again from the cache.
 
-    most: [BLOCK], the largest |x · c| of every BLOCK-th column.
+    most: any number of entries, of which the largest is the row's largest |x · c|.
     """
     scale = _scale(most)
     tl.store(scale_ptr, scale)
