@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -158,8 +159,11 @@ def check_mxfp4(device: str, dtype: torch.dtype) -> None:
             weight = mxfp4.MXFP4Tensor([blocks, scales], (experts, depth, columns), dtype)
             x = random(tokens, depth, device=device, dtype=dtype, seed=1)
             dy = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=2)
-            for scratch in (1, 3 * depth * columns * x.itemsize):  # an expert at a time, and three
-                run = of_few(scratch)
+            for changes in (
+                {"SCRATCH": 1},  # an expert at a time
+                {"SCRATCH": 3 * depth * columns * x.itemsize, "GATHERED": 1},  # three, tokens' rows gathered
+            ):
+                run = with_changes(device, changes)
                 for given, order in ((x, rows), (x[rows.tokens.long()].contiguous(), None)):
                     compare("4-bit multiply", run, mxfp4.multiply_packed, given, weight, offsets, order, False)
                 compare("4-bit multiply, transposed", run, mxfp4.multiply_packed, dy, weight, offsets, None, True)
@@ -204,15 +208,16 @@ def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
                 assert_three_way("8 bits, plain torch", again, plain.to(dtype), exact)
 
 
-def of_few(scratch: int) -> Any:
-    """`multiply_packed` with so many bytes of experts written out at a time."""
+def with_changes(device: str, changes: dict[str, int]) -> Any:
+    """`multiply_packed` by kernels, with other limits than the module's; on the CPU with descriptors, too."""
 
     def run(*arguments: Any) -> Tensor:
-        before, mxfp4.SCRATCH = mxfp4.SCRATCH, scratch
-        try:
-            return mxfp4.multiply_packed(*arguments)
-        finally:
-            mxfp4.SCRATCH = before
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in changes.items():
+                patch.setattr(mxfp4, name, value)
+            if device == "cpu":
+                patch.setattr(grouped_gemm, "by_descriptors", lambda device: True)
+            return mxfp4.multiply_packed_triton(*arguments)
 
     return run
 

@@ -80,7 +80,7 @@ def write_out_triton(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 write_out = by_device(write_out_reference, write_out_triton)
 
 
-def multiply_packed(
+def multiply_packed_reference(
     x: Tensor, weight: PackedExperts, offsets: Tensor, rows: Rows | None = None, transposed: bool = False
 ) -> Tensor:
     """Multiply rows by their expert's weight: x W_e [S, N]; transposed, of dy [S, N]: dy W_eᵀ [S, K].
@@ -89,9 +89,14 @@ def multiply_packed(
         x: contiguous, 16 bits on a GPU.
         offsets, rows: as `grouped_gemm.multiply`'s.
     """
-    if not x.is_cuda:
-        dense = weight.dequantise().to(x.dtype)
-        return multiply(x, dense.mT if transposed else dense, offsets, "loop", rows=rows)
+    dense = weight.dequantise().to(x.dtype)
+    return multiply(x, dense.mT if transposed else dense, offsets, "loop", rows=rows)
+
+
+def multiply_packed_triton(
+    x: Tensor, weight: PackedExperts, offsets: Tensor, rows: Rows | None = None, transposed: bool = False
+) -> Tensor:
+    """Do what `multiply_packed` does, by Triton kernels over some experts at a time."""
     experts, k, n = weight.shape
     width, tokens = k if transposed else n, None if rows is None else rows.tokens
     y = x.new_empty(len(x) if tokens is None else len(tokens), width)
@@ -109,3 +114,6 @@ def multiply_packed(
             multiply_some(x, dense, offsets, None, y, first, described, described=True)
         del dense
     return y
+
+
+multiply_packed = by_device(multiply_packed_reference, multiply_packed_triton)
