@@ -142,6 +142,7 @@ MISTAKES = {
     "a text by another name": row({"content": "a"}, "no known format", "{text: content}"),
     "turns called on": row({"on": [USER, ASSISTANT]}, "no known format", "{messages: 'on'}"),
     "turns called 0": row({"0": [USER, ASSISTANT]}, "no known format", "{messages: '0'}"),
+    "turns called with quotes": row({"a's\\\"b": [USER, ASSISTANT]}, "no known format", "{messages: 'a''s\\\"b'}"),
     "a user and an assistant": row({"user": "a", "assistant": "b"}, "no known format", "{prompt: user, completion: "),
     "a message for a prompt": row({"prompt": USER, "completion": "b"}, "prompt is dict", "as a string"),
     "a list of texts for an answer": row({"prompt": "a", "completion": ["b"]}, "'b', no object", "write a message as"),

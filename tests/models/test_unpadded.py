@@ -110,7 +110,8 @@ def routed(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
     model.zero_grad()
     out = model(**given, output_router_logits=True)
     (out.loss + (out.aux_loss if "aux_loss" in out else 0)).backward()
-    logits = [each[given["attention_mask"].flatten().bool()] for each in out.router_logits]
+    real = given["attention_mask"].flatten().bool()  # transformers 5.17 gives no logits of some families
+    logits = [each[real] for each in getattr(out, "router_logits", None) or ()]
     return [out.loss, *logits, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 

@@ -286,7 +286,7 @@ def _columns(row: Mapping[str, Any], likely: Mapping[str, str]) -> str:
 def _quoted(key: str) -> str:
     """Return a key as YAML takes it as it is: a number or a truth value in quotes."""
     plain = re.fullmatch(r"(?!(?i:true|false|yes|no|on|off|null)$)[^\W\d][\w-]*", key)
-    return key if plain else repr(key)
+    return key if plain else "'{}'".format(key.replace("'", "''"))
 
 
 def _by_turns(name: str, value: Mapping[str, Any]) -> Shape:
