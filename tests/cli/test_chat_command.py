@@ -443,7 +443,7 @@ def test_runs_that_can_not_be_loaded(short_run: Path, tmp_path: Path) -> None:
         config = folder / "adapter" / "adapter_config.json"
         config.write_text(config.read_text().replace(str(short_run.parent / "base"), str(tmp_path / "no/such/base")))
 
-    refused("can't be loaded: model folder", "relative paths count from the current folder", gone)
+    refused("can't be loaded: the adapter's base, ", "relative paths count from the current folder", gone)
     refused("adapter is not there", "restore the folder", lambda _, folder: shutil.rmtree(folder / "adapter"))
     refused(
         "train.from_the_future of its recipe is not of this version",

@@ -269,7 +269,7 @@ def find_model(
             )
         if _is_missing(base_name):
             raise DataError(
-                f"the adapter in {path} goes on the model in {base_name}, which does not exist",
+                f"the adapter's base, {base_name}, does not exist",
                 f"put it back there, or write where it is now into base_model_name_or_path of {path / CONFIG}",
             )
         if (Path(os.path.expanduser(base_name)) / CONFIG).is_file():
