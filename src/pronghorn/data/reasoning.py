@@ -79,7 +79,7 @@ def said(tokenizer: PreTrainedTokenizerBase, ids: list[int], prompt: str) -> str
     """Return the text of what a model wrote behind a prompt; reasoning is within <think>, also where the prompt opens
     it (Qwen3.5) or gpt-oss's channels tell it from the answer."""
     text = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
-    if "<|channel|>" in tokenizer.added_tokens_encoder:
+    if "<|channel|>" in str(tokenizer.chat_template):
         messages = _CHANNEL.findall(str(tokenizer.decode(ids, skip_special_tokens=False)))
         if not messages:
             return text
