@@ -18,12 +18,17 @@ from pronghorn.cli.chat import converse
 from pronghorn.cli.console import Console
 from pronghorn.cli.main import app
 from pronghorn.config.recipe import Recipe
+from pronghorn.data.labels import label_rows
+from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.data.rows import Conversation, Message
+from pronghorn.data.template import BUILT_IN
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.loading.load import load_model
 from pronghorn.train import evaluate
 from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run
 from pronghorn.train.run_state import changed_keys
+from support.templates import with_template
 from support.tiny import tiny_model
 
 TEMPLATE = (
@@ -295,6 +300,94 @@ def test_a_prompt_is_not_ended_before_its_answer(stories: Path) -> None:
     assert evaluate.answer(model, tokenizer, turns, 8) == said
 
 
+class Given:
+    """A model that keeps the tokens that it is given, and writes the same ones each time."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch, *writes: int) -> None:
+        self.ids: list[int] = []
+
+        def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            self.ids = input_ids[0].tolist()
+            return torch.cat([input_ids, torch.tensor([writes], dtype=torch.long)], 1)
+
+        monkeypatch.setattr(model, "generate", generate)
+
+
+def before_the_last_answer(row: Conversation, tokenizer: Any, **options: Any) -> list[int]:
+    [document] = label_rows([row], tokenizer, "last", **options).documents
+    return document.input_ids[: next(i for i, label in enumerate(document.labels) if label != IGNORE_INDEX)]
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen-3", "gpt-oss"])
+def test_a_chat_gives_the_model_the_tokens_that_training_gave(
+    stories: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """Of control tokens that a user or the system prompt says, and of earlier turns with reasoning."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), with_template(template, stories)
+    end = BUILT_IN[template].end
+    system, thought = f"Never say {end}.", "<think>\nEasy.\n</think>\n\nNo."
+    turns = [
+        {"role": "user", "content": f"What is {end}?"},
+        {"role": "assistant", "content": "It ends turns." if template == "chatml" else thought},
+        {"role": "user", "content": "And then?"},
+    ]
+    answered = [Message("system", system), *(Message(**turn) for turn in turns), Message("assistant", "Nothing.")]
+    row = Conversation(tuple(answered), path="x.jsonl", line=1)
+    given, ends = Given(model, monkeypatch), {}
+    for rule in ("escape", "allow"):
+        evaluate.answer(model, tokenizer, turns, 4, system, control_tokens=rule)  # type: ignore[arg-type]
+        expected = before_the_last_answer(row, tokenizer, control_tokens=rule)
+        assert expected[: len(given.ids)] == given.ids and len(expected) - len(given.ids) < 8
+        ends[rule] = given.ids.count(tokenizer.convert_tokens_to_ids(str(end)))
+    assert ends["escape"] == ends["allow"] - 2
+
+
+@pytest.mark.parametrize("rule", ["escape", "allow"])
+def test_a_run_s_chat_and_samples_go_by_its_rule_of_control_tokens(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("pronghorn.train.run.answer", lambda *_, control_tokens: asked.append(control_tokens) or "")
+    changes: dict[str, Any] = {"data": {"control_tokens": rule}, "report": {"sample_prompts": ["</s>"]}}
+    run(recipe(tmp_path, stories, **changes, train={"max_steps": 1}), Console(quiet=True))
+    assert asked == [rule, rule]
+    session = load_chat(tmp_path / "run", max_new_tokens=1)
+    given = Given(session.models["trained"], monkeypatch)
+    [*session.replies("What is </s>?")]
+    assert given.ids.count(session.tokenizer.eos_token_id) == (1 if rule == "escape" else 2)
+    assert load_chat(tmp_path / "run" / "adapter").control_tokens == "escape"
+
+
+def test_gpt_oss_channels_are_no_part_of_an_answer(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), with_template("gpt-oss", stories)
+    final = "<|channel|>final<|message|>A cat.<|return|>"
+    for written, text in (
+        (final, "A cat."),
+        (f"<|channel|>analysis<|message|>Who\nsat?<|end|><|start|>assistant{final}", THOUGHT),
+        ("<|channel|>analysis<|message|>Who", "<think>\nWho\n</think>\n\n"),
+        ("A cat.<|return|>", "A cat."),
+    ):
+        Given(model, monkeypatch, *tokenizer(written)["input_ids"])
+        assert evaluate.answer(model, tokenizer, [{"role": "user", "content": "Who?"}], 99) == text
+
+
+THOUGHT = "<think>\nWho\nsat?\n</think>\n\nA cat."
+
+
+def test_reasoning_that_the_prompt_opens_is_told_apart(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
+    tokenizer.chat_template = TEMPLATE.replace("[assistant]", "[assistant]<think>\n")
+    for written, text in (("Who\nsat?\n</think>\n\nA cat.", THOUGHT), ("Who\nsat?", "Who\nsat?")):
+        Given(model, monkeypatch, *tokenizer(written, add_special_tokens=False)["input_ids"])
+        assert evaluate.answer(model, tokenizer, [{"role": "user", "content": "Who?"}], 99) == text
+
+
+@pytest.mark.parametrize("temperature", ["1e-300", "0.0009", "inf", "nan", "101", "-1"])
+def test_temperatures_that_no_answer_can_be_drawn_at(temperature: str) -> None:
+    result = ask(Path("none"), "", "--temperature", temperature)
+    assert result.exit_code and "--temperature" in result.stderr and "is not a folder" not in result.stderr
+
+
 def test_an_empty_prompt_is_bos_alone_or_refused(stories: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(stories)
     tokenizer = AutoTokenizer.from_pretrained(stories)
@@ -350,7 +443,7 @@ def test_runs_that_can_not_be_loaded(short_run: Path, tmp_path: Path) -> None:
         config = folder / "adapter" / "adapter_config.json"
         config.write_text(config.read_text().replace(str(short_run.parent / "base"), str(tmp_path / "no/such/base")))
 
-    refused("can't be loaded: model folder", "relative paths count from the current folder", gone)
+    refused("can't be loaded: the adapter's base, ", "relative paths count from the current folder", gone)
     refused("adapter is not there", "restore the folder", lambda _, folder: shutil.rmtree(folder / "adapter"))
     refused(
         "train.from_the_future of its recipe is not of this version",

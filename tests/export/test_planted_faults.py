@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pronghorn.diagnose import export_run as exporting
 from pronghorn.diagnose.export_run import export_run
 from pronghorn.diagnose.verify_reference import perturb
-from pronghorn.errors import TrainingError
+from pronghorn.errors import ConfigError, DataError, TrainingError
 from pronghorn.export.comparison import Cause
 from pronghorn.models.lora import add_lora
 from support.tiny import tiny_model
@@ -93,6 +93,7 @@ def check(run: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Calla
     with pytest.raises(TrainingError) as raised:
         export(run, folder / "out", monkeypatch, fault)
     assert cause in raised.value.problem and not (folder / "out").exists()
+    assert "--to merged" not in raised.value.remedy  # which it is
     monkeypatch.undo()
     export(run, folder / "out", monkeypatch, None)
 
@@ -149,3 +150,15 @@ def test_a_forgotten_head_is_named(
     model.save_pretrained(tmp_path / "adapter")
     AutoTokenizer.from_pretrained(answering_run / "adapter").save_pretrained(tmp_path / "adapter")
     check(tmp_path / "adapter", tmp_path, monkeypatch, forgotten_head, Cause.BASE.value)  # the head is all it trained
+
+
+def test_what_is_made_of_a_checkpoint_doesn_t_go_into_it(tmp_path: Path) -> None:
+    """Training deletes it."""
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    for name in ("adapter_config.json", "trainer_state.json"):
+        (checkpoint / name).write_text("{}")
+    with pytest.raises(ConfigError, match="checkpoint-4 is a checkpoint, which training deletes in time"):
+        export_run(checkpoint, "merged", None, "q8_0")
+    with pytest.raises(DataError, match="holds no safetensors weights"):
+        export_run(checkpoint, "merged", tmp_path / "out", "q8_0")

@@ -97,6 +97,14 @@ def test_configurations_of_adapters(adapter: Path, values: dict[str, Any], messa
         load(adapter)
 
 
+@pytest.mark.parametrize("base", ["/nowhere/base", "./nowhere", "old/runs/base"])
+def test_an_adapter_whose_base_was_moved(adapter: Path, base: str) -> None:
+    change(adapter / "adapter_config.json", base_model_name_or_path=base)
+    with pytest.raises(DataError, match=f"the adapter's base, {base}, does not exist") as caught:
+        load(adapter)
+    assert f"base_model_name_or_path of {adapter / 'adapter_config.json'}" in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     ("here", "there", "message"),
     [

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pronghorn.train.chat import ChatSession, ServedChat
 
 WIDE = 100
+LEAST = 0.001
+"""The least temperature but 0: log-probabilities divided by much less are infinite."""
 COMMANDS = {"/reset": "forget the conversation", "/quit": "leave (so do Ctrl-D and Ctrl-C)"}
 
 
@@ -39,7 +41,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt, instead of the recipe's.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0, help="How freely answers are drawn. 0 always takes the likeliest token.")
+        float,
+        typer.Option(min=0, max=100, help="How freely answers are drawn. 0 always takes the likeliest token."),
     ] = 0.0,
     trust_remote_code: Annotated[
         bool,
@@ -67,6 +70,10 @@ def chat(
         raise ConfigError("chat needs a run or --served, and one of them", "write e.g. pronghorn chat runs/mine")
     if model is not None and served is None:
         raise ConfigError("--model is the name of a server's model", "leave it out, or give --served URL")
+    if 0 < temperature < LEAST:
+        raise ConfigError(
+            f"--temperature {temperature:g} is below {LEAST}", "give 0, which always takes the likeliest token"
+        )
     if run is not None:
         from pronghorn.records.finished import check_finished
 

@@ -10,17 +10,17 @@ its end-of-turn token: that is supervised (or generation never stops), and what 
 newline) is not. In a data set's first rows the text before each turn is tokenised again by itself: it must be the same.
 """
 
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.data.control_tokens import ControlTokens, Pieces, Rule
 from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.data.reasoning import Reasoning, apart
 from pronghorn.data.rows import Conversation, Message, OnBad, PromptCompletion, Row, TextDocument, dropping, in_chunks
 from pronghorn.data.template import NoTemplateError, Turn, check_said, clip, render, special_tokens, turns
 from pronghorn.errors import DataError, UnsupportedError
@@ -133,7 +133,7 @@ class Labeller:
         self, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn, system_prompt: str | None, rule: Rule
     ) -> None:
         self._tokenizer, self._loss_on, self._system_prompt, self._rule = tokenizer, loss_on, system_prompt, rule
-        self._control = ControlTokens(tokenizer)
+        self._control, self._reasoning = ControlTokens(tokenizer), Reasoning(tokenizer)
         self._special_tokens = special_tokens(tokenizer)
         special: Any = tokenizer.convert_tokens_to_ids(sorted(self._special_tokens))
         self._special: frozenset[int] = frozenset(special)
@@ -172,7 +172,7 @@ class Labeller:
         escaped = held is not None and self._rule == "escape"
         if escaped:
             row = self._control.escape(row)
-        row = self._with_reasoning(row)
+        row = self._reasoning.placed(row)
         common: Any = {"bare": False, "control": held is not None, "escaped": escaped}
         supervised = [i for i, message in enumerate(row.messages) if message.role == "assistant" and message.supervised]
         if whole:
@@ -182,7 +182,7 @@ class Labeller:
                     "set data.loss_on: completion, or delete the turn's weight",
                 )
             text = render(row.messages, row.tools, tokenizer, row.source, answer=False)
-            said = [_apart(message) for message in row.messages if message.role == "assistant"]
+            said = [apart(message) for message in row.messages if message.role == "assistant"]
             check_said(said, text, self._special_tokens, row.source)
             return [Rendered(text, None, source=row.source, **common)]
         return self._documents(row, supervised[-1:] if self._loss_on == "last" else supervised, common)
@@ -203,35 +203,6 @@ class Labeller:
             left = list(rewritten)
             more, end = bool(left), left[-1] + 1 if left else end
         return [text for text in reversed(rendered) if text.turns or len(rendered) == 1]
-
-    def _with_reasoning(self, row: Conversation) -> Conversation:
-        """Give the assistant's reasoning to the template in the way that it knows: in a field of its own, or within
-        <think> at the beginning of the text."""
-        if not any(message.reasoning or THINK.match(message.content) for message in row.messages):
-            return row
-        messages = tuple(_apart(m) if self._has_field("tool_calls" in m.extra) else _joined(m) for m in row.messages)
-        return replace(row, messages=messages)
-
-    def _has_field(self, calls: bool) -> bool:
-        """Tell whether the chat template renders the reasoning of a turn, one with `calls` or one of text alone."""
-        return self._text_has_field or (calls and self._calls_have_field)  # Gemma 4's first templates: of calls alone
-
-    @cached_property
-    def _text_has_field(self) -> bool:
-        return self._renders_reasoning({})
-
-    @cached_property
-    def _calls_have_field(self) -> bool:
-        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-        return self._renders_reasoning({"tool_calls": [call]})
-
-    def _renders_reasoning(self, extra: dict[str, Any]) -> bool:
-        """Tell whether the chat template renders `reasoning_content` (or gpt-oss's `thinking`) beside `extra`."""
-        said = Message("assistant", "" if extra else "b", {"reasoning_content": "pronghorn", **extra})
-        try:
-            return "pronghorn" in render([Message("user", "a"), said], (), self._tokenizer, "a probe", answer=False)
-        except DataError:
-            return False
 
     def encode(self, texts: list[str]) -> "list[Encoding]":
         """Tokenise texts as `tokenizer(texts, add_special_tokens=False)`, without its conversion of every offset to
@@ -269,27 +240,6 @@ class Labeller:
             ids, labels = [*bos, *ids, *end_token], [*[IGNORE_INDEX] * len(bos), *labels, *end_token]
         labels[:1] = [IGNORE_INDEX] * len(labels[:1])
         return Document(ids, labels, row.source), ranges, tokens
-
-
-THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-"""Reasoning at the beginning of an assistant's text."""
-
-
-def _apart(message: Message) -> Message:
-    """Take reasoning out of the assistant's text into its field."""
-    written = THINK.match(message.content) if message.role == "assistant" and not message.reasoning else None
-    if written is None:
-        return message
-    reasoning = {"reasoning_content": written[1].strip("\n")} if written[1].strip() else {}
-    return replace(message, content=message.content[written.end() :], extra={**message.extra, **reasoning})
-
-
-def _joined(message: Message) -> Message:
-    """Put the assistant's reasoning at the beginning of its text."""
-    if not message.reasoning:
-        return message
-    extra = {name: value for name, value in message.extra.items() if name != "reasoning_content"}
-    return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.content}", extra=extra)
 
 
 class Edges:

@@ -118,7 +118,8 @@ def export_run(
             takes the nearer to what was trained, where something is merged and both are at hand.
         vllm: the interpreter of an environment with vLLM, in which one of `BY_VLLM` is compared, too.
     Raises:
-        ConfigError, DataError: no finished run, an unknown format, or something is in the output folder.
+        ConfigError, DataError: no finished run, an unknown format, something is in the output folder, or a checkpoint
+            without `output`.
         UnsupportedError: a model that the format doesn't hold; says what to do instead.
         TrainingError: what was written is not what was trained; names the causes, and nothing is left in its place.
     """
@@ -136,6 +137,8 @@ def export_run(
     if to in ("gguf", "ollama"):
         check_quantisations([quantisation])
     recipe = None if is_export(run) else recipe_of(run)
+    if output is None and (run / "trainer_state.json").is_file():
+        raise ConfigError(f"{run} is a checkpoint, which training deletes in time", "name a folder by --output")
     target = (run if run.is_dir() else run.parent) / (FORMATS[to].folder or to) if output is None else output
     if os.path.exists(target) and any(target.iterdir() if target.is_dir() else [target]):
         raise ConfigError(f"{target} already exists", "name another folder by --output, or delete it")
@@ -175,7 +178,7 @@ def export_run(
             with ExitStack() as served:
                 engines = _engines(to, folder, exported, tokenizer, served, vllm)
                 reference = TransformersEngine(exported, tokenizer, str(run), base)
-                comparisons = _compared(reference, engines, limits, rows, unlike, say)
+                comparisons = _compared(to, reference, engines, limits, rows, unlike, say)
                 del reference  # which holds a copy of the model in other numbers
         if onto == "original":  # last, since it is overwritten
             notes.insert(0, _measured(trained, exported, tokenizer, rows, onto, say)[1])
@@ -188,6 +191,7 @@ def export_run(
 
 
 def _compared(
+    to: str,
     reference: Reference,
     engines: Iterable[Engine],
     limits: str,
@@ -208,7 +212,8 @@ def _compared(
         comparison = compare(reference, engine, format=limits, rows=rows, say=say)
         if any(check.ok is False for check in comparison.checks):
             causes = "; ".join((*comparison.causes, *filter(None, [unlike]))) or "its answers differ"
-            remedy = "nothing was written; try --to merged, and report it"
+            instead = "use what training left in the run's folder" if to == "merged" else "try --to merged"
+            remedy = f"nothing was written; {instead}, and report it"
             if limits in ("fp8", "4bit"):
                 remedy = (
                     "nothing was written; a very small model bears few bits badly: try --to gguf --quantization q8_0, "

@@ -194,6 +194,13 @@ class FoundModel:
         return prepare_4bit(model, device)
 
 
+def _is_missing(name: str | Path) -> bool:
+    """Tell whether a model's name is that of a folder, and not of a hub's model, but none is there."""
+    path = Path(os.path.expanduser(name))
+    is_path = path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1
+    return is_path and not path.exists()
+
+
 def find_model(
     name: str | Path,
     *,
@@ -238,7 +245,7 @@ def find_model(
     if path.suffix == ".gguf":
         _check_gguf(path, load_in_4bit)
         return FoundModel(path, None, None, max_seq_length, load_in_4bit, hub)
-    if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1):
+    if _is_missing(name):
         raise DataError(f"model folder {name} does not exist", "check the path, or give a hub name like owner/model")
     if path.is_file():
         raise DataError(f"{path} is a file, not a model's folder", "give the folder that holds config.json and weights")
@@ -259,6 +266,11 @@ def find_model(
             raise DataError(
                 f"{path / CONFIG} does not name the model that the adapter goes on",
                 "set base_model_name_or_path to its folder or hub name",
+            )
+        if _is_missing(base_name):
+            raise DataError(
+                f"the adapter's base, {base_name}, does not exist",
+                f"put it back there, or write where it is now into base_model_name_or_path of {path / CONFIG}",
             )
         if (Path(os.path.expanduser(base_name)) / CONFIG).is_file():
             raise DataError(

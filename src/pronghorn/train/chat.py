@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pronghorn.data.control_tokens import Rule
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.export.engines.openai import OpenAIServer
 from pronghorn.loading.load import FoundModel, default_device, find_model, resolve_dtype
@@ -30,6 +31,8 @@ class ChatSession:
     max_new_tokens: int = 256
     temperature: float = 0.0
     """0 is greedy."""
+    control_tokens: Rule = "escape"
+    """What becomes of control tokens that a user types, as in the training."""
     histories: dict[str, Turns] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,7 +62,15 @@ class ChatSession:
         """Return one side's reply to a conversation."""
         model = self.models[side]
         with self._side(side, model):
-            return answer(model, self.tokenizer, history, self.max_new_tokens, self.system, self.temperature)
+            return answer(
+                model,
+                self.tokenizer,
+                history,
+                self.max_new_tokens,
+                self.system,
+                self.temperature,
+                self.control_tokens,
+            )
 
     @contextmanager
     def _side(self, side: str, model: Any) -> Iterator[None]:
@@ -150,6 +161,7 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
     if not lora or trained.active_peft_config.bias != "none":  # the adapter off wouldn't give the base back
         base = began.model(dtype, device).eval()
         grow_embeddings(base, tokenizer)
+    options.setdefault("control_tokens", recipe.data.control_tokens)
     return ChatSession({"base": base, "trained": trained}, tokenizer, system, **options)
 
 

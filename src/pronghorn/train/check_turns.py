@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.compute
 from datasets import Dataset
 
-from pronghorn.data.labels import THINK
 from pronghorn.data.messages import REASONING
+from pronghorn.data.reasoning import THINK
 from pronghorn.errors import DataError
 
 FIRST = 1000

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from pronghorn.data.batch import Collator
+from pronghorn.data.control_tokens import ControlTokens, Rule
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.data.rows import Message
+from pronghorn.data.reasoning import Reasoning, said
+from pronghorn.data.rows import Conversation, Message
 from pronghorn.data.template import render
 from pronghorn.device import processes
 from pronghorn.errors import DataError
@@ -58,35 +60,28 @@ def answer(
     max_new_tokens: int,
     system: str | None = None,
     temperature: float = 0.0,
+    control_tokens: Rule = "escape",
 ) -> str:
     """Generate the answer to the last of a conversation's turns, through the chat template if there is one, as in
     training; at temperature 0 the greedy one.
 
+    Args:
+        control_tokens: as `data.control_tokens`. Where the data were refused for them, they are escaped: the training
+            saw none of either kind, and ordinary text ends no turn.
     Raises:
         DataError: the template can't render the conversation, or it leaves no position of the model for an answer, or
             the prompt has no token.
     """
     if tokenizer.chat_template:
-        chat = [
-            *([] if system is None else [Message("system", system)]),
-            *(Message(turn["role"], turn["content"]) for turn in turns),
-        ]
-        text = render(chat, [], tokenizer, "the prompt", answer=True)
+        text, ids = _prompt(tokenizer, turns, system, control_tokens)
     else:  # trained on prompts and completions as they stand: each question is one by itself
         text = turns[-1]["content"]
-    encoded = tokenizer(
-        text,
-        return_tensors="pt",
-        return_token_type_ids=False,  # of tokenizers of a class that has them, which no causal LM takes
-        add_special_tokens=not tokenizer.chat_template,
-        verbose=False,
-    )
-    ids = encoded["input_ids"][0].tolist()
+        ids = list(tokenizer(text, verbose=False)["input_ids"])
+        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # one alone may be BOS, too
+            del ids[-1]  # training had none there
     if not ids:
         raise DataError("an empty prompt, and a tokenizer that writes no BOS before it", "write something")
-    if not tokenizer.chat_template and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # one alone may be BOS, too
-        encoded = encoded.__class__({name: value[:, :-1] for name, value in encoded.items()})  # training had none there
-    used, positions = encoded["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
+    used, positions = len(ids), getattr(model.config, "max_position_embeddings", None)
     room = max_new_tokens if positions is None else positions - used
     if room < 1:
         raise DataError(
@@ -95,9 +90,11 @@ def answer(
         )
     ends, pad = stop_tokens(model, tokenizer), tokenizer.pad_token_id
     shared = sharded(base_causal_lm(model)) is not None  # then a process whose answer ends goes on for the others
+    given = torch.tensor([ids], device=model.device)
     with in_evaluation(model):
         generated = model.generate(
-            **encoded.to(model.device),
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
             max_new_tokens=min(max_new_tokens, room),
             use_cache=True,
             synced_gpus=shared,
@@ -105,4 +102,19 @@ def answer(
             pad_token_id=next(iter(ends), None) if pad is None else pad,
             **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
         )
-    return tokenizer.decode(generated[0, used:], skip_special_tokens=True).strip()
+    return said(tokenizer, generated[0, used:].tolist(), text)
+
+
+def _prompt(tokenizer: Any, turns: list[dict[str, str]], system: str | None, rule: Rule) -> tuple[str, list[int]]:
+    """Render a conversation up to its answer and tokenise it, as training did."""
+    first = [] if system is None else [Message("system", system)]
+    messages = (*first, *(Message(turn["role"], turn["content"]) for turn in turns))
+    row = Conversation(messages, path="the prompt", line=1)
+    control = ControlTokens(tokenizer) if rule != "allow" and tokenizer.is_fast else None
+    if control is not None and control.held(row) is None:
+        control = None
+    row = Reasoning(tokenizer).placed(row if control is None else control.escape(row))
+    text = render(row.messages, [], tokenizer, "the prompt", answer=True)
+    if control is not None:
+        return text, control.encode(text, "the prompt").ids
+    return text, list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -256,9 +256,9 @@ def _evaluate(current: _Run, when: str) -> tuple[float | None, list[str]]:
         with trainer.accelerator.autocast():
             loss = heldout_loss(model, heldout, collator, lambda rows: track(rows, shown, len(rows), console))
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
-    tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
+    tokens, system, rule = recipe.report.sample_tokens, recipe.data.system_prompt, recipe.data.control_tokens
     conversations = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]
-    return loss, [answer(model, tokenizer, turns, tokens, system) for turns in conversations]
+    return loss, [answer(model, tokenizer, turns, tokens, system, control_tokens=rule) for turns in conversations]
 
 
 def _train(current: _Run) -> None:

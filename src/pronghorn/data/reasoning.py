@@ -1,0 +1,91 @@
+"""What the assistant thinks before it speaks: where a chat template takes it, and where it is in what a model wrote."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pronghorn.data.rows import Conversation, Message
+from pronghorn.data.template import render
+from pronghorn.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+"""Reasoning at the beginning of an assistant's text."""
+_CHANNEL = re.compile(
+    r"<\|channel\|>\s*(\w*)(?:(?!<\|message\|>).)*<\|message\|>((?:(?!<\|(?:end|start|return|call)\|>).)*)", re.DOTALL
+)
+"""A message of gpt-oss: its channel, and what it says."""
+
+
+class Reasoning:
+    """How a tokenizer's chat template takes the assistant's reasoning."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def placed(self, row: Conversation) -> Conversation:
+        """Give the assistant's reasoning to the template in the way that it knows: in a field of its own, or within
+        <think> at the beginning of the text."""
+        if not any(message.reasoning or THINK.match(message.content) for message in row.messages):
+            return row
+        messages = tuple(apart(m) if self._has_field("tool_calls" in m.extra) else _joined(m) for m in row.messages)
+        return replace(row, messages=messages)
+
+    def _has_field(self, calls: bool) -> bool:
+        """Tell whether the chat template renders the reasoning of a turn, one with `calls` or one of text alone."""
+        return self._text_has_field or (calls and self._calls_have_field)  # Gemma 4's first templates: of calls alone
+
+    @cached_property
+    def _text_has_field(self) -> bool:
+        return self._renders_reasoning({})
+
+    @cached_property
+    def _calls_have_field(self) -> bool:
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        return self._renders_reasoning({"tool_calls": [call]})
+
+    def _renders_reasoning(self, extra: dict[str, Any]) -> bool:
+        """Tell whether the chat template renders `reasoning_content` (or gpt-oss's `thinking`) beside `extra`."""
+        said = Message("assistant", "" if extra else "b", {"reasoning_content": "pronghorn", **extra})
+        try:
+            return "pronghorn" in render([Message("user", "a"), said], (), self._tokenizer, "a probe", answer=False)
+        except DataError:
+            return False
+
+
+def apart(message: Message) -> Message:
+    """Take reasoning out of the assistant's text into its field."""
+    written = THINK.match(message.content) if message.role == "assistant" and not message.reasoning else None
+    if written is None:
+        return message
+    reasoning = {"reasoning_content": written[1].strip("\n")} if written[1].strip() else {}
+    return replace(message, content=message.content[written.end() :], extra={**message.extra, **reasoning})
+
+
+def _joined(message: Message) -> Message:
+    """Put the assistant's reasoning at the beginning of its text."""
+    if not message.reasoning:
+        return message
+    extra = {name: value for name, value in message.extra.items() if name != "reasoning_content"}
+    return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.content}", extra=extra)
+
+
+def said(tokenizer: PreTrainedTokenizerBase, ids: list[int], prompt: str) -> str:
+    """Return the text of what a model wrote behind a prompt; reasoning is within <think>, also where the prompt opens
+    it (Qwen3.5) or gpt-oss's channels tell it from the answer."""
+    text = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+    if "<|channel|>" in str(tokenizer.chat_template):
+        messages = _CHANNEL.findall(str(tokenizer.decode(ids, skip_special_tokens=False)))
+        if not messages:
+            return text
+        thought = "".join(each for channel, each in messages if channel == "analysis").strip()
+        answer = "".join(each for channel, each in messages if channel != "analysis").strip()
+        return f"<think>\n{thought}\n</think>\n\n{answer}" if thought else answer
+    if "</think>" in text and prompt.rstrip().endswith("<think>"):
+        return f"<think>\n{text}"
+    return text
