@@ -160,6 +160,13 @@ def test_a_killed_process_comes_before_the_errors_of_others(monkeypatch: pytest.
         processes.start(3, [])
 
 
+def test_a_killed_process_may_end_after_others_see_that_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections are closed before its memory is given back, which takes a busy machine a while."""
+    forked(monkeypatch, partial(leaves_an_error, text="the other one is gone"), partial(dies, 0.8, signal.SIGKILL))
+    with pytest.raises(TrainingError, match="process 1 of 2 was ended by SIGKILL"):
+        processes.start(2, [])
+
+
 GRACE = 1.0
 """In place of the launcher's own: nobody here needs longer to end."""
 

@@ -35,6 +35,8 @@ GRACE = 3.0
 """Seconds that the others have to end by themselves after one has failed: they may be writing its like."""
 POLL = 0.05
 """Seconds between looks at the processes."""
+DYING = 2.0
+"""Seconds that a killed process may take to end on a busy machine, while others see already that it is gone."""
 LAST_LINES = 20
 PORTS = range(20_000, 30_000)
 """The port through which the processes find each other is drawn from these."""
@@ -240,7 +242,12 @@ class _Group:
         """Return the error of the process that failed first, by the time at which it left one. A process that was
         killed had no time to: it ended after it was last seen to run, and what the others say is that it is gone."""
         left = {rank: json.loads(path.read_text()) for rank in failed if (path := self._error_file(rank)).exists()}
-        rank = min(failed, key=lambda rank: left[rank]["time"] if rank in left else self._seen[rank])
+
+        def failed_at(rank: int) -> float:
+            killed = self._processes[rank].poll() in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+            return float(left[rank]["time"]) if rank in left else self._seen[rank] - DYING * killed
+
+        rank = min(failed, key=failed_at)
         count, code, error = len(self._processes), self._processes[rank].poll() or 0, left.get(rank)
         if error is None and code < 0:
             name = signal.Signals(-code).name

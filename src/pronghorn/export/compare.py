@@ -21,6 +21,8 @@ from pronghorn.export.engine import Engine, NotServed, Reference, Refused, Score
 from pronghorn.parity.distance import THREE_WAY
 from pronghorn.text import counted
 
+FEW = 10
+"""Positions from which on one may have another first choice, however few they are."""
 ROWS, ROW_TOKENS = 8, 512
 """Held-out documents that are scored, and tokens of each."""
 
@@ -257,8 +259,8 @@ def _difference(row: Tensor, position: Scored) -> float:
 def _score_checks(scores: _Scores, why: str, limits: Limits) -> list[Check]:
     """Judge the differences by the format's limits."""
     limit = f"mean ≤ {limits.mean:.2g}, 99.9 % ≤ {limits.tail:.2g} nats"
-    # of few positions one may differ all the same: two tokens may be equally likely there
-    enough = min(limits.same, 1 - 1 / len(scores.firsts)) if scores.firsts else limits.same
+    # of some ten positions on one may differ all the same: two tokens may be equally likely there
+    enough = min(limits.same, 1 - 1 / len(scores.firsts)) if len(scores.firsts) >= FEW else limits.same
     share = f"≥ {enough:.1%}"
     if scores.mean is None or scores.tail is None:
         return [Check(Name.LOGPROBS, None, "-", limit, why), Check(Name.FIRST, None, "-", share, why)]
