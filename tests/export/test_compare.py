@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.compare import compare
 from pronghorn.export.comparison import LIMITS, Cause, Comparison, Limits, Name
 from pronghorn.export.conversations import built_in
-from pronghorn.export.engine import Completion, Scored
+from pronghorn.export.engine import Completion
 from pronghorn.export.engines.http import Server
 from pronghorn.export.engines.openai import OpenAIServer
 from pronghorn.export.engines.transformers import TransformersEngine
@@ -249,20 +248,6 @@ def test_positions_of_which_a_server_tells_nothing_are_left_out(
     stub = Stub(reference, LLAMA_CPP, silent_after=frozenset(row))
     with serving(stub) as url, pytest.raises(UnsupportedError, match="doesn't tell log-probabilities"):
         OpenAIServer(Server(url)).logprobs(row)
-
-
-@pytest.mark.parametrize(("others", "ok"), [(1, True), (2, False)])
-def test_one_of_few_positions_may_have_another_first_choice(
-    reference: TransformersEngine, rows: list[list[int]], others: int, ok: bool
-) -> None:
-    """A share of 98.5 % of 30 positions would be all of them, also where two tokens are equally likely."""
-
-    def logprobs(ids: list[int]) -> dict[int, Scored]:
-        scored = reference.logprobs(ids)
-        return {at: replace(each, first=-1) if at <= others else each for at, each in scored.items()}
-
-    comparison = compare(reference, other(reference, logprobs=logprobs), format="merged", rows=rows[:1], exact=True)
-    assert 10 < comparison.positions < 60 and state(comparison)[Name.FIRST] is ok
 
 
 def test_what_could_not_be_compared_is_told(reference: TransformersEngine) -> None:

@@ -21,8 +21,6 @@ from pronghorn.export.engine import Engine, NotServed, Reference, Refused, Score
 from pronghorn.parity.distance import THREE_WAY
 from pronghorn.text import counted
 
-FEW = 10
-"""Positions from which on one may have another first choice, however few they are."""
 ROWS, ROW_TOKENS = 8, 512
 """Held-out documents that are scored, and tokens of each."""
 
@@ -259,9 +257,7 @@ def _difference(row: Tensor, position: Scored) -> float:
 def _score_checks(scores: _Scores, why: str, limits: Limits) -> list[Check]:
     """Judge the differences by the format's limits."""
     limit = f"mean ≤ {limits.mean:.2g}, 99.9 % ≤ {limits.tail:.2g} nats"
-    # of some ten positions on one may differ all the same: two tokens may be equally likely there
-    enough = min(limits.same, 1 - 1 / len(scores.firsts)) if len(scores.firsts) >= FEW else limits.same
-    share = f"≥ {enough:.1%}"
+    share = f"≥ {limits.same:.1%}"
     if scores.mean is None or scores.tail is None:
         return [Check(Name.LOGPROBS, None, "-", limit, why), Check(Name.FIRST, None, "-", share, why)]
     at = f"at {len(scores.differences):,} positions" + (f"; then {why}" if why else "")
@@ -269,4 +265,4 @@ def _score_checks(scores: _Scores, why: str, limits: Limits) -> list[Check]:
     checks = [Check(Name.LOGPROBS, near, f"mean {scores.mean:.2g}, 99.9 % {scores.tail:.2g}", limit, at)]
     if scores.same is None:
         return [*checks, Check(Name.FIRST, None, "-", share, "the engine doesn't tell its first choice")]
-    return [*checks, Check(Name.FIRST, scores.same >= enough, f"{scores.same:.1%}", share)]
+    return [*checks, Check(Name.FIRST, scores.same >= limits.same, f"{scores.same:.1%}", share)]
