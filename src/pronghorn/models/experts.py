@@ -72,7 +72,7 @@ class ExpertLayers:
         products = f"products by {way}"
         adapted = list(wrappers(self.model))
         if compute.is_fp8 and self._fold_reason(adapted) is None:
-            way, why_fp8 = choose_fp8(weights(module)[0].device)
+            way, why_fp8 = choose_fp8(weights(module)[0].device, _sizes(module))
             in_fp8 = f"products in FP8 by {way}"
             if compute.forward_in_fp8:
                 products, why = in_fp8, why_fp8

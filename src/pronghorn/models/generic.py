@@ -223,7 +223,7 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
             kwargs = packing.pack(packed, kwargs)
             rows = packed.loss_rows if labels is not None and "logits_to_keep" in names else None
         warn_of_attentions(self.config, kwargs)
-        check_checkpointing(text_config(self.config), self)
+        check_checkpointing(text_config(self.config), self, self.modules())
         balanced = settle_balance(self.config, kwargs)
         own = labels is not None and (has_own_loss(self, kwargs) or balanced)
         if own:

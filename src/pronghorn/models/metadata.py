@@ -4,6 +4,7 @@ TRL's `cu_seq_lens_*` or from `position_ids`."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +52,7 @@ def share_metadata(
     if packed is None:
         packed = stock_batch(kwargs, tokens)
     warn_of_attentions(backbone.config, kwargs)
-    check_checkpointing(backbone.config, backbone)
+    check_checkpointing(backbone.config, backbone, backbone.layers)
     implementation_now = str(backbone.config._attn_implementation)
     isolates = implementation_now.startswith(NAME_PREFIX)
     alone = tokens is not None and not args and mixes is None and cache_of(kwargs) is None
@@ -205,14 +206,17 @@ def warn_of_attentions(config: Any, kwargs: dict[str, Any]) -> None:
         warnings.warn(told + "detach the model and set its attention to eager to see them", stacklevel=2)
 
 
-def check_checkpointing(config: Any, model: Any) -> None:
+def check_checkpointing(config: Any, model: Any, layers: Iterable[Any]) -> None:
     """Raise UnsupportedError for a training step that would leave out the gradients of keys and values which layers
     share (Gemma 4 E2B): reentrant checkpointing has none of what a layer is given by keyword. A plan isn't reentrant.
+
+    Args:
+        layers: of the model, other modules too; looked at only where keys and values are shared.
     """
     if not (getattr(config, "num_kv_shared_layers", 0) and model.training and torch.is_grad_enabled()):
         return
-    layers = (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
-    functions = (getattr(layer, "_gradient_checkpointing_func", None) for layer in layers)
+    recomputed = (layer for layer in layers if getattr(layer, "gradient_checkpointing", False))
+    functions = (getattr(layer, "_gradient_checkpointing_func", None) for layer in recomputed)
     if any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
         raise UnsupportedError(
             "reentrant gradient checkpointing of a model whose layers share keys and values: these get no gradient",
