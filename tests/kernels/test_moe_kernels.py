@@ -64,7 +64,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
         for columns in (16, 2048) if name == "bf16" else (2048,):
             tile = grouped_gemm.multiply_tile(dtype, columns)
             sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}
-            constants = {**experts, "DESCRIBED": False, "TURNED": False, "GATHER": True, "ADD": True, "w_k": 1, **sizes}
+            constants = {**experts, "TMA": False, "TRANSPOSED": False, "GATHER": True, "ADD": True, "w_k": 1, **sizes}
             wide |= {"first": "i32", "last": "i32"}
             found[f"multiply {tile}"] = grouped_gemm._multiply, wide, constants, tile.warps, tile.stages
             tile = grouped_gemm.outer_tile(dtype, columns, 2048)
@@ -117,11 +117,11 @@ def test_products_in_8_bits_compiled(capability: int, room: int, exact: bool, mo
     kernel = grouped_fp8._multiply_codes
     types = {"x": "*fp8e4nv", "w": "*fp8e4nv", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32", "y_ptr": "*bf16"}
     types |= {"offsets_ptr": "*i32", "rows_ptr": "*i32", "N": "i32", "K": "i32"}
-    for depth, described in ((2048, False), (2880, False), (40, False), *([(2048, True)] if capability == 90 else [])):
+    for depth, tma in ((2048, False), (2880, False), (40, False), *([(2048, True)] if capability == 90 else [])):
         tile = grouped_fp8.fp8_tile(2880, torch.device("cuda"), exact)
         sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "WHOLE": depth % tile.depth == 0}
-        constants = {"E": 128, "EXPERTS": 128, "DESCRIBED": described, "GATHER": not described, "EXACT": exact, **sizes}
-        if described:
+        constants = {"E": 128, "EXPERTS": 128, "TMA": tma, "GATHER": not tma, "EXACT": exact, **sizes}
+        if tma:
             types |= {"x": f"tensordesc<fp8e4nv[{tile.rows},{tile.depth}]>"}
             types |= {"w": f"tensordesc<fp8e4nv[{tile.cols},{tile.depth}]>"}
         signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
@@ -133,12 +133,12 @@ def test_products_in_8_bits_compiled(capability: int, room: int, exact: bool, mo
         assert compiled.metadata.shared <= room * 1024, f"{tile}: {compiled.metadata.shared} bytes"
         instruction = "kind::f8f6f4" if capability == 100 else "e4m3.e4m3"
         assert instruction in compiled.asm["ptx"], tile
-        assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) is described
+        assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) is tma
 
 
 @needs_triton
-@pytest.mark.parametrize("turned", [False, True])
-def test_products_by_descriptors_compiled(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_by_tma_compiled(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's copy engines fetch their tiles, which fit a block's shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -146,16 +146,16 @@ def test_products_by_descriptors_compiled(turned: bool, monkeypatch: pytest.Monk
 
     from pronghorn.kernels import grouped_gemm
 
-    monkeypatch.setattr(grouped_gemm, "by_descriptors", lambda device: True)
+    monkeypatch.setattr(grouped_gemm, "uses_tma", lambda device: True)
     weight = torch.empty(2, 2880, 5760, dtype=torch.bfloat16)
-    weight = weight.mT.contiguous().mT if turned else weight
-    tile = grouped_gemm.described_tile(torch.empty(4, 2880, dtype=torch.bfloat16), weight)
+    weight = weight.mT.contiguous().mT if transposed else weight
+    tile = grouped_gemm.tma_tile(torch.empty(4, 2880, dtype=torch.bfloat16), weight)
     assert tile is not None
-    kernel, right = grouped_gemm._multiply, (tile.cols, tile.depth) if turned else (tile.depth, tile.cols)
+    kernel, right = grouped_gemm._multiply, (tile.cols, tile.depth) if transposed else (tile.depth, tile.cols)
     types = {"x": f"tensordesc<bf16[{tile.rows},{tile.depth}]>", "w": f"tensordesc<bf16[{right[0]},{right[1]}]>"}
     types |= {"y_ptr": "*bf16", "offsets_ptr": "*i32", "rows_ptr": "*i32", "scale": "fp32"}
     types |= dict.fromkeys(("N", "K", "w_expert", "w_k", "w_n", "first", "last"), "i32")
-    constants = {"E": 32, "EXPERTS": 32, "DESCRIBED": True, "TURNED": turned, "GATHER": False, "ADD": False}
+    constants = {"E": 32, "EXPERTS": 32, "TMA": True, "TRANSPOSED": transposed, "GATHER": False, "ADD": False}
     constants |= {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}
     signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
@@ -170,7 +170,7 @@ def test_products_by_descriptors_compiled(turned: bool, monkeypatch: pytest.Monk
     ("shape", "dtype", "stored", "served"),
     [
         ((2, 64, 128), torch.bfloat16, "contiguous", True),
-        ((2, 64, 128), torch.float16, "turned", True),
+        ((2, 64, 128), torch.float16, "transposed", True),
         ((2, 96, 128), torch.bfloat16, "contiguous", False),  # no whole steps
         ((2, 64, 132), torch.bfloat16, "contiguous", False),  # rows of no whole 16 bytes
         ((2, 64, 64), torch.bfloat16, "contiguous", False),  # narrower than a tile
@@ -185,11 +185,11 @@ def test_which_weights_have_descriptors(
 
     experts, depth, columns = shape
     weight = torch.empty(shape, dtype=dtype)
-    if stored == "turned":
+    if stored == "transposed":
         weight = weight.mT.contiguous().mT
     if stored == "sliced":
         weight = torch.empty(experts, depth, 2 * columns, dtype=dtype)[:, :, :columns]
     x = torch.empty(5, depth, dtype=dtype)
-    assert grouped_gemm.described_tile(x, weight) is None  # not on Hopper
-    monkeypatch.setattr(grouped_gemm, "by_descriptors", lambda device: True)
-    assert (grouped_gemm.described_tile(x, weight) is not None) is served
+    assert grouped_gemm.tma_tile(x, weight) is None  # not on Hopper
+    monkeypatch.setattr(grouped_gemm, "uses_tma", lambda device: True)
+    assert (grouped_gemm.tma_tile(x, weight) is not None) is served

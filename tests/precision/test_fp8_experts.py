@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pronghorn.kernels import grouped_gemm
 from pronghorn.kernels.grouped_fp8 import FP8Experts, choose_fp8
-from pronghorn.kernels.grouped_gemm import by_descriptors
+from pronghorn.kernels.grouped_gemm import uses_tma
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import TrainSetup, resting_bytes, width_of, working_bytes
 from pronghorn.memory.plan import Plan, Policy
@@ -180,13 +181,20 @@ def test_the_plan_counts_codes_that_are_made_while_the_activation_is_there(famil
 
 
 @pytest.mark.parametrize(
-    ("capability", "copied", "why"),
-    [((9, 0), True, "Hopper's copy engines"), ((8, 9), False, "8.9"), ((10, 0), False, "10.0")],
+    ("capability", "sizes", "fetched", "why"),
+    [
+        ((9, 0), (2880, 5760), True, "TMA fetches tiles"),
+        ((9, 0), (2880, 24), True, "needs multiples of 16"),
+        ((8, 9), (2880, 5760), False, "read in place"),
+        ((10, 0), (2880, 5760), False, "read in place"),
+    ],
 )
 def test_which_product_a_card_takes(
-    capability: tuple[int, int], copied: bool, why: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], sizes: tuple[int, ...], fetched: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    chosen, reason = choose_fp8(torch.device("cuda"))
+    chosen, reason = choose_fp8(torch.device("cuda"), sizes)
     assert chosen == "triton" and why in reason
-    assert by_descriptors(torch.device("cuda")) is copied
+    assert uses_tma(torch.device("cuda")) is fetched
+    monkeypatch.setattr(grouped_gemm, "TensorDescriptor", None)  # another Triton
+    assert not uses_tma(torch.device("cuda"))

@@ -6,8 +6,8 @@ W lies in two layouts, quantised each by itself: [E, N, K] for x W with a scale 
 [E, K, N] for dy Wᵀ with a scale for each of K columns of dx. So tokens are quantised once, whatever experts they go to,
 and not each of their rows; both layouts are read along the sum, as tensor cores of 8 bits need it.
 
-Besides the plain way there is a Triton kernel. On Hopper its tiles are copied by descriptors, but for those of tokens'
-rows, which it reads in place. Torch's `scaled_grouped_mm` takes up to half as long again, for exact sums up to 3.7
+Besides the plain way there is a Triton kernel. On Hopper TMA fetches its tiles, but for those of tokens' rows, which it
+reads in place. Torch's `scaled_grouped_mm` takes up to half as long again, for exact sums up to 3.7
 times as long. Formats: `kernels.quantise`.
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_gemm import Tile, Way, by_descriptors, groups_of, tile_of
+from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of, tile_of, uses_tma
 from pronghorn.kernels.launch import TensorDescriptor, cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows
 
 MULTIPLE = 16
-"""Numbers of a row that descriptors take are a multiple of this."""
+"""Numbers of a row that TMA fetches are a multiple of this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +74,19 @@ class FP8Experts:
         return self.backward if transposed else self.forward
 
 
-def choose_fp8(device: torch.device) -> tuple[Way, str]:
-    """Return the way that grouped products in 8 bits take, and why."""
+def choose_fp8(device: torch.device, sizes: tuple[int, ...]) -> tuple[Way, str]:
+    """Return the way that grouped products in 8 bits take, and why.
+
+    Args:
+        sizes: every K and N.
+    """
     if device.type != "cuda":
         return "loop", f"plain torch, expert by expert, on {device.type}"
-    if by_descriptors(device):
-        return "triton", "tiles are copied by Hopper's copy engines, those of tokens' rows read in place"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "triton", f"tiles are read in place, as copy engines are used on Hopper, this is {major}.{minor}"
+    if not uses_tma(device):
+        return "triton", "tiles are read in place: TMA is used on Hopper"
+    if any(size % MULTIPLE for size in sizes):
+        return "triton", f"tiles are read in place: TMA needs multiples of {MULTIPLE}, sizes are {sizes}"
+    return "triton", "TMA fetches tiles; those of tokens' rows are read in place"
 
 
 def fp8_tile(columns: int, device: torch.device, exact: bool = False) -> Tile:
@@ -98,7 +103,7 @@ def fp8_tile(columns: int, device: torch.device, exact: bool = False) -> Tile:
 
 @triton.jit
 def _multiply_codes(
-    x,  # e4m3 [S, K], or [T, K] with GATHER: its descriptor with DESCRIBED, else where it lies
+    x,  # e4m3 [S, K], or [T, K] with GATHER: its descriptor with TMA, else where it lies
     w,  # e4m3 [E · N, K], the same
     x_scales_ptr,  # float32 [S], or [T] with GATHER
     w_scales_ptr,  # float32 [E, N]
@@ -106,7 +111,7 @@ def _multiply_codes(
     offsets_ptr,  # int32 [E]
     rows_ptr,  # int32 [S]; read with GATHER only
     N, K,
-    E: tl.constexpr, EXPERTS: tl.constexpr, DESCRIBED: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr,
+    E: tl.constexpr, EXPERTS: tl.constexpr, TMA: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr,
     EXACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of y, of one expert's rows."""
@@ -115,19 +120,19 @@ def _multiply_codes(
     if expert < E:
         first = (tl.program_id(0) % across) * COLS
         rows, cols = start + tl.arange(0, ROWS), first + tl.arange(0, COLS)
-        # Rows and columns outside read one that is inside, or by descriptors other experts': their results are not
+        # Rows and columns outside read one that is inside, or by TMA other experts': their results are not
         # stored.
         source = tl.minimum(rows, end - 1)
         if GATHER:
             source = tl.load(rows_ptr + source)
         of_w = expert.to(tl.int64) * N + tl.minimum(cols, N - 1)
         depth = tl.arange(0, DEPTH)
-        if not DESCRIBED:
+        if not TMA:
             left_ptr = x + source.to(tl.int64)[:, None] * K + depth[None, :]
             right_ptr = w + of_w[None, :] * K + depth[:, None]
         total = tl.zeros((ROWS, COLS), tl.float32)
         for k in range(0, K, DEPTH):
-            if DESCRIBED:  # zeros past K
+            if TMA:  # zeros past K
                 left, right = x.load([start, k]), w.load([expert * N + first, k]).T
             else:
                 if WHOLE:
@@ -148,9 +153,13 @@ def _multiply_codes(
 
 def multiply_codes_triton(
     codes: Tensor, scales: Tensor, weight: Codes, offsets: Tensor, rows: Tensor | None, dtype: torch.dtype, exact: bool,
-    described: bool,
+    tma: bool,
 ) -> Tensor:  # fmt: skip
-    """Do what `multiply_codes` does, by its Triton kernel, which reads tiles by descriptors if `described`."""
+    """Do what `multiply_codes_reference` does, by its Triton kernel, whose tiles TMA fetches if `tma`.
+
+    Args:
+        exact: sums in float32 all the way.
+    """
     experts, columns, depth = weight.codes.shape
     tile = fp8_tile(columns, codes.device, exact)
     y = torch.empty(len(codes) if rows is None else len(rows), columns, dtype=dtype, device=codes.device)
@@ -158,13 +167,13 @@ def multiply_codes_triton(
         return y
     x: Any = codes
     w: Any = weight.codes.view(experts * columns, depth)
-    if described:
+    if tma:
         x = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w = TensorDescriptor.from_tensor(w, [tile.cols, tile.depth])
     launch(
         _multiply_codes, ((cdiv(len(y), tile.rows) + experts) * cdiv(columns, tile.cols),),
         x, w, scales, weight.scales, y, offsets, offsets if rows is None else rows, columns, depth,
-        E=experts, EXPERTS=next_power_of_2(experts), DESCRIBED=described, GATHER=rows is not None,
+        E=experts, EXPERTS=next_power_of_2(experts), TMA=tma, GATHER=rows is not None,
         WHOLE=depth % tile.depth == 0, EXACT=exact,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -174,34 +183,19 @@ def multiply_codes_triton(
 def multiply_codes_reference(
     codes: Tensor, scales: Tensor, weight: Codes, offsets: Tensor, rows: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Do what `multiply_codes` does, in plain torch."""
+    """Multiply rows in 8 bits by their expert's weight, in plain torch.
+
+    Args:
+        codes, scales: e4m3 [T, K] and float32 [T, 1], as `quantise_rows` returns them.
+        offsets, rows: as `grouped_gemm.multiply`'s; of the rows the tokens.
+        dtype: of the result [S, N].
+    """
     x = codes.float() * scales
     x = x if rows is None else x[rows]
     y = torch.empty(len(x), weight.codes.shape[1], dtype=dtype, device=x.device)
     for e, start, end in groups_of(offsets):
         y[start:end] = x[start:end] @ (weight.codes[e].float() * weight.scales[e][:, None]).t()
     return y
-
-
-def multiply_codes(
-    codes: Tensor, scales: Tensor, weight: Codes, offsets: Tensor, way: Way,
-    *, rows: Rows | None = None, dtype: torch.dtype, exact: bool = False,
-) -> Tensor:  # fmt: skip
-    """Multiply rows in 8 bits by their expert's weight.
-
-    Args:
-        codes, scales: e4m3 [T, K] and float32 [T, 1], as `quantise_rows` returns them.
-        offsets, rows: as `grouped_gemm.multiply`'s.
-        dtype: of the result.
-        exact: sums in float32 all the way.
-    Returns:
-        [S, N] in `dtype`.
-    """
-    tokens = None if rows is None else rows.tokens
-    if way == "loop":
-        return multiply_codes_reference(codes, scales, weight, offsets, tokens, dtype)
-    described = tokens is None and codes.shape[1] % MULTIPLE == 0 and by_descriptors(codes.device)
-    return multiply_codes_triton(codes, scales, weight, offsets, tokens, dtype, exact, described)
 
 
 def multiply_fp8(
@@ -216,7 +210,9 @@ def multiply_fp8(
         dtype: of the result.
     """
     codes, scales = x if isinstance(x, RowCodes) else quantise_rows(x)
-    side = weight.side(transposed)
+    side, tokens = weight.side(transposed), None if rows is None else rows.tokens
     assert side is not None
-    way = choose_fp8(codes.device)[0]
-    return multiply_codes(codes, scales, side, offsets, way, rows=rows, dtype=dtype, exact=weight.exact)
+    if not codes.is_cuda:
+        return multiply_codes_reference(codes, scales, side, offsets, tokens, dtype)
+    tma = tokens is None and codes.shape[1] % MULTIPLE == 0 and uses_tma(codes.device)
+    return multiply_codes_triton(codes, scales, side, offsets, tokens, dtype, weight.exact, tma)

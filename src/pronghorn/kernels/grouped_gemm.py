@@ -89,19 +89,19 @@ def wide_tile(dtype: torch.dtype, columns: int, device: torch.device) -> Tile:
     return Tile(128, 256, 64, 8, 3) if has_room else multiply_tile(dtype, columns)
 
 
-def by_descriptors(device: torch.device) -> bool:
-    """Say whether kernels let copy engines fetch their tiles there, by descriptors: where that was measured."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def uses_tma(device: torch.device) -> bool:
+    """Tell whether kernels fetch tiles by TMA there, as this Triton can: on Hopper alone, where it was measured."""
+    return TensorDescriptor is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def described_tile(x: Tensor, weight: Tensor) -> Tile | None:
-    """Return the tile for y = x W by descriptors, or None where x [S, K] and W [C, K, N] can't have any."""
+def tma_tile(x: Tensor, weight: Tensor) -> Tile | None:
+    """Return the tile for y = x W whose tiles TMA fetches, or None where x [S, K] or W [C, K, N] has no descriptor."""
     _, depth, columns = weight.shape
     step, along = 64, 1 if weight.stride(1) == 1 else 2
     in_turn = weight.stride(along) == 1 and weight.stride(3 - along) == weight.shape[along]
     whole = in_turn and weight.stride(0) == depth * columns and depth % step == 0 and columns % 8 == 0
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    if not (whole and aligned and columns > 64 and x.element_size() == 2 and by_descriptors(x.device)):
+    if not (whole and aligned and columns > 64 and x.element_size() == 2 and uses_tma(x.device)):
         return None
     return Tile(128, 128, step, 4, 3) if along == 1 else Tile(128, 256, step, 8, 4)
 
@@ -133,14 +133,14 @@ def tile_of(offsets_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _multiply(
-    x,  # [T, K]: its descriptor with DESCRIBED, else where it lies
-    w,  # [last − first, K, N], any strides; with DESCRIBED the descriptor of [.. · K, N], or with TURNED of [.. · N, K]
+    x,  # [T, K]: its descriptor with TMA, else where it lies
+    w,  # [last − first, K, N], any strides; with TMA the descriptor of [.. · K, N], or with TRANSPOSED of [.. · N, K]
     y_ptr,  # [S, N]
     offsets_ptr,  # int32 [E]
     rows_ptr,  # int32 [S]; read with GATHER only
     N, K, w_expert, w_k, w_n, scale,
     first, last,  # of the experts whose weights w has
-    E: tl.constexpr, EXPERTS: tl.constexpr, DESCRIBED: tl.constexpr, TURNED: tl.constexpr, GATHER: tl.constexpr,
+    E: tl.constexpr, EXPERTS: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr, GATHER: tl.constexpr,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of y, of one expert's rows; with ADD, add it to what y holds."""
@@ -149,21 +149,21 @@ def _multiply(
     if (expert >= first) & (expert < last):
         column = (tl.program_id(0) % across) * COLS
         rows, cols = start + tl.arange(0, ROWS), column + tl.arange(0, COLS)
-        # Rows outside read one that is inside, or by descriptors other experts': their results are not stored.
+        # Rows outside read one that is inside, or by TMA other experts': their results are not stored.
         source = tl.minimum(rows, end - 1)
         if GATHER:
             source = tl.load(rows_ptr + source)
         depth = tl.arange(0, DEPTH)
-        if not DESCRIBED:
+        if not TMA:
             left_ptr = x + source.to(tl.int64)[:, None] * K + depth[None, :]
             right_ptr = w + (expert - first).to(tl.int64) * w_expert + depth.to(tl.int64)[:, None] * w_k
             right_ptr += cols.to(tl.int64)[None, :] * w_n
         known = (cols < N)[None, :]
         total = tl.zeros((ROWS, COLS), tl.float32)
         for k in range(0, K, DEPTH):
-            if DESCRIBED:
+            if TMA:
                 left = x.load([start, k])
-                if TURNED:
+                if TRANSPOSED:
                     right = w.load([(expert - first) * N + column, k]).T
                 else:
                     right = w.load([(expert - first) * K + k, column])
@@ -229,28 +229,28 @@ def multiply_triton(
 
 def multiply_some(
     x: Tensor, weight: Tensor, offsets: Tensor, rows: Tensor | None, y: Tensor, first: int, tile: Tile,
-    scale: float = 1.0, add: bool = False, described: bool = False,
+    scale: float = 1.0, add: bool = False, tma: bool = False,
 ) -> None:  # fmt: skip
     """Multiply the rows of the experts from `first` on whose weights [C, K, N] are given; write to y [S, N], or add.
 
     Args:
         x, offsets, rows: of all experts, as `multiply_triton`'s.
-        described: whether tiles are copied by descriptors, those of `described_tile`; without `rows`.
+        tma: whether TMA fetches tiles, those of `tma_tile`; without `rows`.
     """
     experts, (some, depth, columns) = len(offsets), weight.shape
-    turned = weight.stride(1) == 1
+    transposed = weight.stride(1) == 1
     left: Any = x
     right: Any = weight
-    if described:
+    if tma:
         left = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
-        flat = (weight.mT if turned else weight).flatten(0, 1)
-        right = TensorDescriptor.from_tensor(flat, [tile.cols, tile.depth] if turned else [tile.depth, tile.cols])
+        flat = (weight.mT if transposed else weight).flatten(0, 1)
+        right = TensorDescriptor.from_tensor(flat, [tile.cols, tile.depth] if transposed else [tile.depth, tile.cols])
     grid = (cdiv(len(y), tile.rows) + experts) * cdiv(columns, tile.cols)
     launch(
         _multiply, (grid,),
         left, right, y, offsets, offsets if rows is None else rows, columns, depth, *weight.stride(), scale,
         first, first + some,
-        E=experts, EXPERTS=next_power_of_2(experts), DESCRIBED=described, TURNED=described and turned,
+        E=experts, EXPERTS=next_power_of_2(experts), TMA=tma, TRANSPOSED=tma and transposed,
         GATHER=rows is not None, ADD=add,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

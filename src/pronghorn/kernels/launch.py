@@ -19,7 +19,6 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
 
     class _Absent:
@@ -31,7 +30,12 @@ except ImportError:
         def __call__(self, *args: Any, **options: Any) -> Any:
             return self
 
-    triton = tl = TensorDescriptor = _Absent()
+    triton = tl = _Absent()
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # kernels do without
+    TensorDescriptor = None
 
 __all__ = ["TensorDescriptor", "by_device", "cdiv", "launch", "next_power_of_2", "tl", "triton"]
 

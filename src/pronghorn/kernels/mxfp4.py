@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_gemm import described_tile, multiply, multiply_some, wide_tile
+from pronghorn.kernels.grouped_gemm import multiply, multiply_some, tma_tile, wide_tile
 from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.moe_rows import Rows, gather
 from pronghorn.kernels.packed import PackedExperts
@@ -26,7 +26,7 @@ ROWS = 256
 SCRATCH = 2**28
 """Bytes of experts that are written out at a time: 8 of gpt-oss's gates and ups."""
 GATHERED = 1024
-"""Columns of a result from which on tokens' rows are gathered, so that descriptors can fetch them: 768 lost 8 %, 1,536
+"""Columns of a result from which on tokens' rows are gathered, so that TMA can fetch them: 768 lost 8 %, 1,536
 gained 3."""
 
 
@@ -105,13 +105,13 @@ def multiply_packed_triton(
     for first in range(0, experts, step):
         dense = weight.experts(first, min(first + step, experts), x.dtype)
         dense = dense.mT if transposed else dense
-        described = described_tile(x, dense) if len(y) and (tokens is None or width >= GATHERED) else None
-        if described is None:
+        tile = tma_tile(x, dense) if len(y) and (tokens is None or width >= GATHERED) else None
+        if tile is None:
             multiply_some(x, dense, offsets, tokens, y, first, wide_tile(x.dtype, width, x.device))
         else:
             if rows is not None and tokens is not None:
                 x, tokens = gather(x, rows), None
-            multiply_some(x, dense, offsets, None, y, first, described, described=True)
+            multiply_some(x, dense, offsets, None, y, first, tile, tma=True)
         del dense
     return y
 
