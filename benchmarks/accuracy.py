@@ -73,12 +73,14 @@ CANDIDATES = [
     Candidate("fp8", compute="fp8"),
     Candidate("fp8_both", compute="fp8_both"),
     Candidate("fp8_exact", compute="fp8_exact"),
+    Candidate("int8", compute="int8"),
     Candidate("fp8_both, head too", compute="fp8_both", head=True),
     Candidate("nf4", nf4=True),
     Candidate("nf4 + fp8", nf4=True, compute="fp8"),
     Candidate("nf4 + fp8_both", nf4=True, compute="fp8_both"),
     Candidate("bf16, outliers of 1024", outliers=1024.0),
     Candidate("fp8, outliers of 1024", compute="fp8", outliers=1024.0),
+    Candidate("int8, outliers of 1024", compute="int8", outliers=1024.0),
     Candidate("fp8_both, outliers of 1024", compute="fp8_both", outliers=1024.0),
 ]
 

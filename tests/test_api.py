@@ -208,7 +208,7 @@ def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -
         ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights can't be trained"),
         ({"full_finetuning": True, "compute": "fp8"}, "compute = 'fp8' with full_finetuning"),
         ({"packing": False, "compute": "fp8"}, "compute = 'fp8' with packing=False"),
-        ({"compute": "int8"}, "compute 'int8' is unknown: use one of dtype, fp8, fp8_both, fp8_exact"),
+        ({"compute": "int4"}, "compute 'int4' is unknown: use one of dtype, fp8, fp8_both, fp8_exact, int8"),
         ({"attention": "eager"}, "attention 'eager' is unknown"),
         ({"use_gradient_checkpointing": "sometimes"}, "use_gradient_checkpointing = 'sometimes' is unknown"),
     ],

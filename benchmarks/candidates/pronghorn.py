@@ -17,7 +17,7 @@ SWITCHES = {
     "moe_routing": ("once", "loop"),
     "attention": ("auto", "tiled", "flash", "per_document", "masked"),
     "offload_buffers": ("2", "1"),
-    "compute": ("dtype", "fp8", "fp8_both", "fp8_exact"),
+    "compute": ("dtype", "fp8", "fp8_both", "fp8_exact", "int8"),
     "written_out": ("auto", "each", "once"),
 }
 """Arguments of `attach`, its experimental switches, and one of its plan, that an ablation may set."""

@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-ComputeName = Literal["dtype", "fp8", "fp8_both", "fp8_exact"]
+ComputeName = Literal["dtype", "fp8", "fp8_both", "fp8_exact", "int8"]
 """Read by `precision.compute.Compute`, which says what each is."""

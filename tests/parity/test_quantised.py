@@ -27,7 +27,7 @@ def group(base: str) -> list[Any]:
 
 def product(linears: list[Any]) -> FusedLinear:
     dtype = torch.float16 if linears[0].weight.dtype is torch.float16 else torch.bfloat16
-    return FusedLinear(GroupStorage(linears), dtype, Compute.FP8_EXACT)
+    return FusedLinear(GroupStorage(linears), dtype, Compute.FP8_EXACT.rule, exact=True)
 
 
 @pytest.mark.parametrize("base", ["bf16", "fp16", "nf4"])
@@ -41,7 +41,7 @@ def test_outputs_and_the_input_gradient_are_those_of_the_product(base: str) -> N
     dx, _ = linear.input_grad(Activation(torch.cat(dys, -1).flatten(0, 1)), None)
     for dtype in (linear.dtype, torch.float32):
         given = x.to(dtype, copy=True).requires_grad_()
-        with quantised_products([linears], forward=True):
+        with quantised_products([(linears, Compute.FP8_BOTH.rule)]):
             outputs = [each(given) for each in linears]
             torch.autograd.backward(outputs, [dy.to(dtype) for dy in dys])
         assert given.grad is not None and given.grad.dtype is dtype
@@ -53,7 +53,7 @@ def test_outputs_and_the_input_gradient_are_those_of_the_product(base: str) -> N
 def test_linears_are_as_before_afterwards() -> None:
     linears, x = group("bf16"), torch.randn(3, 64).bfloat16()
     before = [each(x) for each in linears]
-    with pytest.raises(ZeroDivisionError), quantised_products([linears], forward=True):
+    with pytest.raises(ZeroDivisionError), quantised_products([(linears, Compute.FP8_BOTH.rule)]):
         assert not any(torch.equal(each(x), y) for each, y in zip(linears, before, strict=True))
         raise ZeroDivisionError
     assert all(torch.equal(each(x), y) for each, y in zip(linears, before, strict=True))
@@ -63,7 +63,7 @@ def test_linears_are_as_before_afterwards() -> None:
 def test_an_input_given_again_is_multiplied_again() -> None:
     """As in a recomputation that stopped early, whose other outputs nobody took."""
     linears, x = group("bf16"), torch.randn(3, 64).bfloat16()
-    with quantised_products([linears], forward=True):
+    with quantised_products([(linears, Compute.FP8_BOTH.rule)]):
         first = [linears[0](x), linears[1](x)]
         assert torch.equal(linears[0](x), first[0])
         other = linears[1](2 * x)

@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_same_operands(family: str, base: str) -> Non
         [compared] = compared_products(linear, "product", fast=True)
         assert compared.name == "product (input gradient)" and compared.excess <= 1
     handle.detach()
-    with quantised_products(products, forward=False):
+    with quantised_products(products):
         _, right = one_document_at_a_time(model, batch)
         right.backward()
     assert loss == pytest.approx(right.item(), rel=0.01)

@@ -90,7 +90,7 @@ def test_codes_that_were_kept_go_and_come_with_the_plan() -> None:
     storages = [
         each
         for layer in handle.layers.backbone.layers
-        for each in handle.layers.builder.storages(layer, torch.bfloat16)
+        for each, _ in handle.layers.builder.storages(layer, torch.bfloat16)
     ]
     assert all(each._codes is not None for each in storages)
     handle.replan(WRITTEN)

@@ -37,7 +37,7 @@ def _interpreting() -> multiprocessing.context.ForkServerContext:
     """Return what forks processes from one that has imported the kernels for the interpreter, which is chosen when a
     kernel is defined."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"support.{name}_checks" for name in ("kernel", "moe", "codes", "packed")])
+    context.set_forkserver_preload([f"support.{name}_checks" for name in ("kernel", "moe", "codes", "packed", "int8")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *sys.path]))

@@ -80,6 +80,11 @@ _RULES = (
         "leave precision.compute out, or set adapter.method: lora",
     ),
     _Rule(
+        lambda r: r.precision.compute == "int8" and r.launch.strategy == "sharded",
+        "precision.compute: int8 with launch.strategy: sharded: it quantises weights that one process holds whole",
+        "set precision.compute: fp8",
+    ),
+    _Rule(
         lambda r: _fp8(r) and r.precision.dtype == "float32",
         "precision.compute: {precision.compute} with precision.dtype: float32",
         "leave precision.compute out, or set precision.dtype: bfloat16",

@@ -93,7 +93,7 @@ def compare(recipe: Recipe, console: Console, steps: int, warmup: int) -> Compar
     recomputes = recipe.memory.gradient_checkpointing is not False
 
     limit = LOSS_LIMIT if next(model.parameters()).dtype is torch.float32 and autocast is None else LOSS_LIMIT_16_BITS
-    if handle.options.compute.forward_in_fp8:
+    if handle.options.compute.forward_in_8_bits:
         limit = LOSS_LIMIT_FP8
 
     def turn(name: str, batches: list[dict[str, Any]], count: int, side: Side) -> None:

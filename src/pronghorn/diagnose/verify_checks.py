@@ -30,7 +30,7 @@ from pronghorn.models.probe import Isolation
 from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
 from pronghorn.parity.expert_outputs import TokenError, compared_outputs
 from pronghorn.parity.visibility import Visibility
-from pronghorn.precision.compute import Compute
+from pronghorn.precision.compute import Numbers
 from pronghorn.text import counted
 
 COSINE = 0.98
@@ -68,7 +68,10 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
             "set precision.dtype (or --dtype) to bfloat16",
         )
     plain_visibility = run.visibility(packed=False)
-    in_8_bits = len(run.fp8_products(run.model)) + 2 * len(run.fp8_experts(run.model))
+    coded, expert_products = run.fp8_products(run.model), 2 * len(run.fp8_experts(run.model))
+    in_8_bits = len(coded) + expert_products
+    of_forward = sum(rule.forward is not Numbers.DTYPE for _, rule in coded)
+    of_forward += expert_products * subject.compute.forward_in_fp8
     before = None if run.routed else References.run(run, wide, say, in_8_bits > 0, Guides())
     say("attached")
     subject.attach(run.model)
@@ -82,7 +85,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     with watching as of_experts:
         packed = run.packed_logits()
     alone = run.alone_logits()
-    of_products = [products(run.product_distances(), in_8_bits, subject.compute)] if subject.compute.is_fp8 else []
+    of_products = [products(run.product_distances(), in_8_bits, of_forward)] if subject.compute.is_fp8 else []
     sight = isolation(run.isolation()) if run.is_generic else visibility(run.visibility(packed=True), plain_visibility)
     shift = run.shift() if before is None or not loss(Name.LOSS, own_loss, *before.loss).ok else None
     paths = run.paths()
@@ -147,11 +150,12 @@ def logits(packed: Tensor, plain: Passes, exact: Passes) -> Check:
     return _of_distance(Name.LOGITS, found, f"{counted(len(packed), 'row')}, relative L2 error {found.relative:.1e}")
 
 
-def products(compared: list[Distance], expected: int, compute: Compute) -> Check:
-    """Check what each of so many weights' products in 8 bits give, forward and backward, for the same random rows."""
+def products(compared: list[Distance], expected: int, of_forward: int) -> Check:
+    """Check what each of so many weights' products in 8 bits give, in the backward and of some in the forward, for the
+    same random rows."""
     wrong = [each.name for each in compared if not each.excess <= 1]
     worst = max(compared, key=lambda each: each.excess, default=None)
-    absent = expected - len(compared) // (2 if compute.forward_in_fp8 else 1)
+    absent = expected - len(compared) * expected // max(expected + of_forward, 1)
     detail = f"off: {listed(wrong)}" if wrong else f"{absent} of {expected} are not in 8 bits"
     if not wrong and not absent:
         detail = f"{expected} of frozen weights" if worst else "none: layers aren't fused, or nothing in them is frozen"

@@ -42,7 +42,7 @@ from pronghorn.parity.quantised_experts import compared_experts, quantised_exper
 from pronghorn.parity.reference import accumulate, kept_gradients, logits_at, upcast_of, without_dropout
 from pronghorn.parity.routing import Gaps, Guide, Routes, by_document, named_experts, recorded_choices
 from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
-from pronghorn.precision.compute import Compute
+from pronghorn.precision.compute import Compute, Rule
 from pronghorn.text import counted
 
 LOGIT_ROWS = 384
@@ -149,8 +149,8 @@ class Run:
             say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer{apart}")
             return plain, self._documents(routes)
 
-    def fp8_products(self, model: Any) -> list[list[nn.Module]]:
-        """Return the linears of each product that the attached model computes in 8 bits."""
+    def fp8_products(self, model: Any) -> list[tuple[list[nn.Module], Rule]]:
+        """Return the linears of each product that the attached model computes in 8 bits, and its rule."""
         return self._of_layers(model, FusedLayers.fp8_products)
 
     def fp8_experts(self, model: Any) -> list[nn.Module]:
@@ -169,7 +169,7 @@ class Run:
         """Let the model multiply in 8 bits what the attached one does, if that is wanted, while the block runs."""
         products, experts = (self.fp8_products(model), self.fp8_experts(model)) if wanted else ([], [])
         forward = self.subject.compute.forward_in_fp8
-        with quantised_products(products, forward), quantised_experts(experts, forward):
+        with quantised_products(products), quantised_experts(experts, forward):
             yield
 
     def product_distances(self) -> list[Distance]:

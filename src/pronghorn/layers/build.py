@@ -37,7 +37,7 @@ from pronghorn.layers.stock import ExpertsBesideBlock, StockBlock, StockPerLayer
 from pronghorn.layers.watch import HOOKS
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.memory.recompute import has_own_forward
-from pronghorn.precision.compute import Compute
+from pronghorn.precision.compute import Compute, Numbers, Rule
 
 STORAGE = "_pronghorn_storage"
 """The attribute of a layer that holds its `GroupStorage`s and `ExpertStorage`s while it is attached."""
@@ -71,14 +71,23 @@ class LayerBuilder:
         blocks = (block for block in self.family.blocks(layer) if not isinstance(block.kind, Experts))
         return next((reason for block in blocks if (reason := self._reason(layer, block, dtype)) is not None), None)
 
-    def storages(self, layer: Any, dtype: torch.dtype) -> list[GroupStorage]:
-        """List the storages of the layer's blocks that are computed here, in the order of the forward."""
+    def storages(self, layer: Any, dtype: torch.dtype) -> list[tuple[GroupStorage, Rule]]:
+        """List the storages of the layer's blocks that are computed here, in the order of the forward, with in what
+        they multiply while they are frozen."""
         return [
-            self._storage(layer, block, group)
+            (self._storage(layer, block, group), self._rule(block, index))
             for block in self.family.blocks(layer)
             if not isinstance(block.kind, Experts) and self._reason(layer, block, dtype) is None
-            for group in block.kind.linears
+            for index, group in enumerate(block.kind.linears)
         ]
+
+    def _rule(self, block: ResidualBlock, index: int) -> Rule:
+        """Return in what a block's product of that index multiplies."""
+        mixes = isinstance(block.kind, Attention | GatedDelta) and index < len(block.kind.linears) - 1
+        if self.compute is not Compute.INT8 or not mixes:
+            return self.compute.rule
+        # errors of scores are what gradients turn with most; a gate has a few outputs a head
+        return Rule(Numbers.DTYPE, Numbers.INT8) if index == 0 else Compute.DTYPE.rule
 
     def experts(self, layer: Any) -> list[ExpertStorage]:
         """List the storages of the layer's experts, the same ones as long as these are the same modules."""
@@ -105,8 +114,11 @@ class LayerBuilder:
         if reason is not None or isinstance(block.kind, Experts):
             return _stock_block(layer, block, reason, self._codes(layer, block, dtype))
         storages = [self._storage(layer, block, group) for group in block.kind.linears]
-        ways = self.compute, self.codes_written, self.written_once
-        linears = [FusedLinear(storage, dtype, *ways) for storage in storages]
+        exact = self.compute is Compute.FP8_EXACT
+        linears = [
+            FusedLinear(storage, dtype, self._rule(block, index), exact, self.codes_written, self.written_once)
+            for index, storage in enumerate(storages)
+        ]
         before = NoNorm() if block.before is None else self.norm(layer.get_submodule(block.before))
         after = None if block.after is None else self.norm(layer.get_submodule(block.after))
         module: Any = layer.get_submodule(block.module)

@@ -29,7 +29,7 @@ from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, computed_here, is_foreign
 from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
-from pronghorn.layers.fused_linear import FusedLinear, fits_fp8, is_ready_for_fp8, sizes_for_fp8
+from pronghorn.layers.fused_linear import FusedLinear, fits_fp8, is_ready_for_fp8, unfit_for_fp8
 from pronghorn.layers.linears import base_of, products_dtype
 from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
@@ -39,7 +39,7 @@ from pronghorn.layers.weight_layout import GroupStorage, merge_weights, separate
 from pronghorn.memory.plan import MLP_ROWS, POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 from pronghorn.parallel.sharded import narrow_reader
-from pronghorn.precision.compute import Compute, check_device
+from pronghorn.precision.compute import Compute, Numbers, Rule, check_device
 from pronghorn.precision.fp8 import check_float16
 
 RUN = "_pronghorn_run"
@@ -121,12 +121,11 @@ class FusedLayers:
         if weight.is_meta:
             return
         dtype = products_dtype(weight)
-        if self.builder.compute.forward_in_fp8:  # the codes multiply, which are made where layers are built
-            self._merged = True
-            return
         for layer in (each for each in self.backbone.layers if hasattr(type(each), OUTPUT_NOT_WANTED)):
             storages = self.builder.storages(layer, dtype)
-            frozen = [each for each in storages if not base_of(each.linears[0]).weight.requires_grad]
+            # codes are made where layers are built, of weights as they lie
+            wide = [storage for storage, rule in storages if rule.forward is Numbers.DTYPE]
+            frozen = [each for each in wide if not base_of(each.linears[0]).weight.requires_grad]
             with torch.inference_mode(False):
                 merge_weights(frozen, dtype)
         self._merged = True
@@ -158,13 +157,14 @@ class FusedLayers:
         if dtype is torch.float16:
             check_float16(self.backbone.device)
         for layer in self.backbone.layers:
-            for storage in self.builder.storages(layer, dtype):
-                if not fits_fp8(storage, dtype):
+            for storage, rule in self.builder.storages(layer, dtype):
+                if (reason := unfit_for_fp8(storage, rule)) is not None:
+                    other = "use compute = 'fp8', or " * (compute is Compute.INT8)
                     raise UnsupportedError(
-                        f"compute = '{compute}' for {sizes_for_fp8(storage)}",
-                        "leave compute out (products in the model's dtype)",
+                        f"compute = '{compute}' for {reason}",
+                        f"{other}leave compute out (products in the model's dtype)",
                     )
-                if not is_ready_for_fp8(storage, compute):
+                if not is_ready_for_fp8(storage, rule):
                     raise UnsupportedError(
                         f"compute = '{compute}', and processes share the layers' weights as another compute needs them",
                         "give share_layers the same compute",
@@ -208,12 +208,16 @@ class FusedLayers:
         storages = [each for layer in self.backbone.layers for each in self.builder.experts(layer)]
         return [each.module for each in storages if self.builder.compute.is_fp8 and each.reason(dtype) is None]
 
-    def fp8_products(self, dtype: torch.dtype) -> list[list[nn.Module]]:
-        """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not."""
+    def fp8_products(self, dtype: torch.dtype) -> list[tuple[list[nn.Module], Rule]]:
+        """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not, with
+        the product's rule."""
         asked = self.backbone.layers if self.builder.compute.is_fp8 else ()
-        storages = [each for layer in asked for each in self.builder.storages(layer, dtype)]
-        products = [[base_of(linear) for linear in storage.linears] for storage in storages if fits_fp8(storage, dtype)]
-        return [bases for bases in products if not bases[0].weight.requires_grad]
+        return [
+            ([base_of(linear) for linear in storage.linears], rule)
+            for layer in asked
+            for storage, rule in self.builder.storages(layer, dtype)
+            if fits_fp8(storage, dtype, rule) and not base_of(storage.linears[0]).weight.requires_grad
+        ]
 
     def reason(self, autocast: torch.dtype | None) -> str | None:
         """Say why some block, experts aside, would not be computed here now (under autocast in that dtype), or None."""

@@ -19,13 +19,15 @@ from torch import Tensor
 from pronghorn.kernels import adapter_gradients
 from pronghorn.kernels.adapter_gradients import matmul
 from pronghorn.kernels.fp8_blocks import has_own_codes
+from pronghorn.kernels.int8 import GROUP
 from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_written_out, unmerge_disabled
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.parallel.sharded import lie_wide, narrowed
-from pronghorn.precision.compute import MULTIPLE, Compute
+from pronghorn.precision.compute import MULTIPLE, Compute, Numbers, Rule
 from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, WrittenCodesSource, is_nf4
+from pronghorn.precision.int8 import Int8Source
 from pronghorn.precision.source import (
     Activation,
     CopiedSource,
@@ -46,7 +48,8 @@ class FusedLinear:
 
     Args:
         storage: of linears that `linears.unfused_reason` doesn't refuse.
-        compute: in what a frozen weight multiplies.
+        rule: in what a frozen weight multiplies.
+        exact: 8-bit floats are summed exactly.
         codes_written: 8-bit codes of 16-bit weights are written out for each product, and none kept.
         written_once: weights in few bits, and not their codes, are kept as they are written out.
     """
@@ -55,7 +58,8 @@ class FusedLinear:
         self,
         storage: GroupStorage,
         dtype: torch.dtype,
-        compute: Compute = Compute.DTYPE,
+        rule: Rule = Compute.DTYPE.rule,
+        exact: bool = False,
         codes_written: bool = False,
         written_once: bool = False,
     ) -> None:
@@ -73,17 +77,24 @@ class FusedLinear:
                 self.adapters.append((slice(end - width, end), adapter))
                 self.ranks[index] = len(adapter.a)
         self.full: bool = first.weight.requires_grad
-        self.in_fp8: bool = compute.is_fp8 and not self.full and fits_fp8(storage, dtype)
+        self.rule = rule
+        self.in_fp8: bool = not self.full and fits_fp8(storage, dtype, rule)
         self.read_narrow: list[Tensor] = []
         """Trained weights that other processes share, and whose 16 bits are gathered."""
         # rows of A that lie below W, so that dx is one product: [dy, s · dy B] [W; A]
         below = 0 if self.in_fp8 else storage.rank_below(dtype)
-        if self.in_fp8 and compute.forward_in_fp8:
-            self.source: WeightSource = _fp8_source(storage, compute, codes_written)
+        if not self.in_fp8:
+            self.source: WeightSource = self._source(storage, below, written_once)
+        elif rule.forward is rule.backward is Numbers.E4M3:
+            self.source = _fp8_source(storage, True, exact, codes_written)
         else:
-            self.source = self._source(storage, below, written_once)
-            if self.in_fp8:
-                self.source = BackwardSource(self.source, _fp8_source(storage, compute, codes_written))
+            forward, backward = (numbers is Numbers.INT8 for numbers in rule)
+            self.source = BackwardSource(
+                Int8Source(storage.integers(False, dtype)) if forward else self._source(storage, below, written_once),
+                Int8Source(storage.integers(True, dtype))
+                if backward
+                else _fp8_source(storage, False, exact, codes_written),
+            )
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
         self.columns = [columns for columns, _ in self.adapters]
         self.adapter_ranks = [len(adapter.a) for _, adapter in self.adapters]
@@ -217,40 +228,48 @@ class FusedLinear:
         return grads + [grad for pair in zip(das, dbs, strict=True) for grad in pair]
 
 
-def fits_fp8(storage: GroupStorage, dtype: torch.dtype) -> bool:
-    """Tell whether a group's weights can multiply in 8 bits.
+def fits_fp8(storage: GroupStorage, dtype: torch.dtype, rule: Rule) -> bool:
+    """Tell whether a group's weights are to multiply in 8 bits and can, beside activations in 16."""
+    return rule.in_8_bits and dtype is not torch.float32 and unfit_for_fp8(storage, rule) is None
 
-    Activations have 16 bits, sizes are the products', and 4-bit blocks end with the rows.
+
+def unfit_for_fp8(storage: GroupStorage, rule: Rule) -> str | None:
+    """Say which of a group's weights can't multiply in 8 bits, or None if all can, or needn't.
+
+    Sizes are the products', and 4-bit blocks that codes are written out of end with the rows.
     """
-    weights = [base_of(linear) for linear in storage.linears]
-    sizes = [size for base in weights for size in (base.in_features, base.out_features)]
-    if dtype is torch.float32 or any(size % MULTIPLE for size in sizes):
-        return False
-    return all(not is_4bit(base) or base.in_features % base.weight.blocksize == 0 for base in weights)
-
-
-def sizes_for_fp8(storage: GroupStorage) -> str:
-    """Say what sizes a group's weights have, and which `fits_fp8` wants."""
     bases = [base_of(linear) for linear in storage.linears]
+    if not rule.in_8_bits:
+        return None
     sizes = ", ".join(f"{base.out_features} x {base.in_features}" for base in bases)
+    if Numbers.INT8 in rule:
+        if storage.is_shared():
+            return "weights that processes share: its codes are of whole weights"
+        # rows of x, and of the outputs' gradients side by side
+        if bases[0].in_features % GROUP == 0 == sum(base.out_features for base in bases) % GROUP:
+            return None
+        return f"weights of {sizes}: inputs, and the outputs of all, must be multiples of {GROUP}"
     blocks = [base.weight.blocksize for base in bases if is_4bit(base)]
+    whole = all(base.in_features % base.weight.blocksize == 0 for base in bases if is_4bit(base))
+    if whole and not any(size % MULTIPLE for base in bases for size in (base.in_features, base.out_features)):
+        return None
     rows = f", and rows whole 4-bit blocks of {blocks[0]} weights" if blocks else ""
     return f"weights of {sizes}: sizes must be multiples of {MULTIPLE}{rows}"
 
 
-def is_ready_for_fp8(storage: GroupStorage, compute: Compute) -> bool:
+def is_ready_for_fp8(storage: GroupStorage, rule: Rule) -> bool:
     """Tell whether a group's weights can be quantised now, or were made ready for a compute before processes shared
     them (`models.share`): after that they may be another layer's."""
-    if not storage.is_shared():
+    if not storage.is_shared() or not rule.in_8_bits:
         return True
     weights = [base_of(linear).weight for linear in storage.linears]
-    written = [hasattr(weight, ROW_SCALES) and (is_nf4(weight) or not compute.forward_in_fp8) for weight in weights]
+    written = [hasattr(weight, ROW_SCALES) and (is_nf4(weight) or rule.forward is Numbers.DTYPE) for weight in weights]
     return all(each or has_own_codes(weight) for each, weight in zip(written, weights, strict=True))
 
 
-def _fp8_source(storage: GroupStorage, compute: Compute, codes_written: bool) -> CodesSource:
-    exact, bases = compute is Compute.FP8_EXACT, [base_of(linear) for linear in storage.linears]
+def _fp8_source(storage: GroupStorage, forward: bool, exact: bool, codes_written: bool) -> CodesSource:
+    bases = [base_of(linear) for linear in storage.linears]
     if codes_written or is_4bit(bases[0]) or hasattr(bases[0].weight, ROW_SCALES):
         storage.drop_codes()
         return WrittenCodesSource([base.weight for base in bases], exact)
-    return FP8Source(storage.codes(compute.forward_in_fp8), exact)
+    return FP8Source(storage.codes(forward), exact)

@@ -20,6 +20,7 @@ from pronghorn.kernels.quantise import transposed
 from pronghorn.layers.linears import adapter_of, base_of, is_written_out, merged_into
 from pronghorn.parallel.sharded import IN_BUFFER
 from pronghorn.precision.fp8 import FP8Weight
+from pronghorn.precision.int8 import TurnedWeight
 from pronghorn.precision.source import WrittenOutSource
 
 WIDE = 2
@@ -44,6 +45,7 @@ class GroupStorage:
         self._written: tuple[Any, Tensor] | None = None
         self._lent: int | None = None
         """Where the A lies that `_written` has room for."""
+        self._integers: dict[bool, tuple[Any, TurnedWeight]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
         """Return an empty storage of the copied linears, whose weights lie as these do."""
@@ -129,9 +131,22 @@ class GroupStorage:
             hasattr(part, IN_BUFFER) for weight in self._weights() for part in getattr(weight, "parts", (weight,))
         )
 
+    def integers(self, across: bool, dtype: torch.dtype) -> TurnedWeight:
+        """Return the weights in 8-bit integers, of W or, if `across`, of Wᵀ; quantised again where `codes` are.
+
+        Args:
+            dtype: of the rows that they are multiplied by.
+        """
+        state = dtype, self._state()
+        if across not in self._integers or self._integers[across][0] != state:
+            self._integers.pop(across, None)  # freed before the others are made
+            self._integers[across] = state, TurnedWeight.of(self._weights(), across, dtype)
+        return self._integers[across][1]
+
     def drop_codes(self) -> None:
         """Let the weights in 8 bits go."""
         self._codes = None
+        self._integers.clear()
 
     def _state(self) -> Any:
         """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""

@@ -35,6 +35,11 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
             are, where that can be; it takes 2 bytes a weight more, of which each process has its part. NCCL gathers and
             sums otherwise.
     """
+    if compute is Compute.INT8:
+        raise UnsupportedError(
+            "compute = 'int8' for layers that processes share: its codes are of whole weights",
+            "use compute = 'fp8'",
+        )
     base = base_causal_lm(model)
     full = not hasattr(model, "peft_config")
     shared = sharded(base)

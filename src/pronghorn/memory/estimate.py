@@ -24,6 +24,7 @@ from pronghorn.families.layer_spec import (
     GatedDeltaSpec,
     GatedMLPSpec,
     LayerSpec,
+    Linear,
 )
 from pronghorn.memory.plan import Policy, followed
 from pronghorn.memory.sharded_bytes import holds_parts_of_gradients, shared
@@ -65,12 +66,15 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     if setup.linear_bytes is not None:
         weights -= int(linear * (b - setup.linear_bytes))
     if setup.written_once and (setup.method == "qlora" or setup.linear_bytes is not None):
-        weights += linear * b
+        weights += b * (sum(wide_weights(layer, forward=True) for layer in dims.layers) if setup.int8 else linear)
     if setup.fp8:  # codes in a layout a product, unless they are written out, and scales of rows
         rows = sum(linear.out for layer in dims.layers for linear in layer.linears)
         layouts = 2 if setup.fp8_forward and not setup.own_codes else 1
         layouts -= setup.processes > 1  # shared ones are turned for each product
-        weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
+        if setup.int8:
+            weights += sum(_integers(layer) for layer in dims.layers)
+        else:
+            weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
     if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives
         for layer in dims.layers:
             if experts := layer.experts:
@@ -102,6 +106,37 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         "batch": setup.tokens * (2 * rotary * b + inputs + 40),  # with RoPE's cosines and sines
     }
     return resting if setup.processes == 1 else shared(resting, dims, setup)
+
+
+def in_integers(block: BlockSpec, group: tuple[Linear, ...]) -> tuple[bool, bool]:
+    """Tell whether the forward and the input gradient of linears that share an input multiply in 8-bit integers.
+
+    The forward of queries, keys and values does not, and neither does that of gates or of what experts share.
+    """
+    if isinstance(block, ExpertsSpec):
+        return False, False
+    if group == block.groups[-1] or not isinstance(block, AttentionSpec | GatedDeltaSpec):
+        return True, True
+    return False, group == block.groups[0]
+
+
+def wide_weights(layer: LayerSpec, forward: bool) -> int:
+    """Count the weights whose forward, or else input gradient, isn't in the 8-bit integers that were asked for."""
+    groups = [(block, group) for block in layer.blocks for group in block.groups]
+    wide = [group for block, group in groups if not in_integers(block, group)[0 if forward else 1]]
+    return sum(linear.weights for group in wide for linear in group)
+
+
+def _integers(layer: LayerSpec) -> int:
+    """Count the codes of a layer's linears for products in 8-bit integers: a layout a product, with its scales of rows
+    and factors of columns."""
+    count = 0
+    for block in layer.blocks:
+        for group in block.groups:
+            weights, out, inputs = sum(each.weights for each in group), sum(each.out for each in group), group[0].inputs
+            forward, backward = in_integers(block, group)
+            count += forward * (weights + 4 * out + 2 * inputs) + backward * (weights + 4 * inputs + 2 * out)
+    return count
 
 
 @dataclass(frozen=True)

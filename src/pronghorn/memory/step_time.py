@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pronghorn.families.layer_spec import GatedMLPSpec, LayerSpec, Linear, PerLayerInputSpec
 from pronghorn.memory.devices import DeviceSpec
-from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, width_of
+from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, in_integers, wide_weights, width_of
 from pronghorn.memory.plan import Policy, followed
 
 SUSTAINED = 0.87
@@ -24,6 +24,8 @@ ELEMENTWISE = 0.75
 """Bandwidth of elementwise kernels against a plain copy."""
 FP8 = 0.5
 """Time of products by 8-bit rows against bf16's: 5.29 and 10.60 ms for those of a layer of 8B."""
+INT8 = 0.62
+"""The same of 8-bit integers, by products of 8B's MLP."""
 PACKED = 1.3
 """Time of experts' products by Triton, from weights that are written out, against torch's of dense ones."""
 FP8_EXPERTS = 0.6
@@ -157,10 +159,10 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     experts = layer.experts
     rate, ms_per_byte = _rates(setup, device)
     ahead, back = (
-        2 * t * rate * ((FP8 if linears else 1.0) * layer.linear_weights + (slower * 3 * h * i if experts else 0))
+        2 * t * rate * (linears + (slower * 3 * h * i if experts else 0))
         for linears, slower in (
-            (setup.forward_in_fp8, _of_experts(setup, True)),
-            (setup.fp8, _of_experts(setup, False)),
+            (_of_linears(layer, setup, True), _of_experts(setup, True)),
+            (_of_linears(layer, setup, False), _of_experts(setup, False)),
         )
     )
     attention, moved = _mixer(layer, setup, device)
@@ -178,18 +180,27 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     a_weight = setup.writes_forward * (setup.stored_bytes + (1 if setup.forward_in_fp8 else 2)) * ms_per_byte
     a_weight_back = setup.writes_backward * (setup.stored_bytes + (1 if setup.fp8 else 2)) * ms_per_byte
     packed = 0.0 if setup.expert_bytes is None else (b + setup.expert_bytes) * layer.expert_weights * ms_per_byte
-    written, written_back = (each * layer.linear_weights + packed for each in (a_weight, a_weight_back))
+    in_few_bits = wide_weights(layer, forward=True) if setup.int8 else layer.linear_weights
+    written, written_back = (each * in_few_bits + packed for each in (a_weight, a_weight_back))
     of_x, of_dy = (t * moved * ms_per_byte for moved in _quantised(layer, setup))
     forward = ahead + attention + norms + around + adapters + written + of_x + gaps
     trained = 2 if setup.method == "full" else 1
     backward = trained * back + 2.5 * attention + 1.5 * (norms + around) + adapters + written_back + of_dy + gaps
     if not setup.fused:
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
-    matrix = 2 * t * h * i * rate * (FP8 if setup.forward_in_fp8 and not experts else 1.0) + a_weight * h * i
+    of_down = 1.0 if experts else INT8 if setup.int8 else FP8 if setup.forward_in_fp8 else 1.0
+    matrix = 2 * t * h * i * rate * of_down + (0.0 if setup.int8 else a_weight * h * i)
     # a Gemma layer's backward reads the product's norm
     spares = setup.fused and not layer.norms_after and not experts
     spared = matrix + 3 * t * h * setup.stream_bytes * ms_per_byte if spares else 0
     return LayerTimes(forward, backward, norms / layer.norms * layer.norms_before, 2 * matrix, forward - spared)
+
+
+def _of_linears(layer: LayerSpec, setup: TrainSetup, forward: bool) -> float:
+    """Return the weights of a layer's linears, those that multiply in 8 bits as many as take as long in 16."""
+    if not setup.int8:
+        return (FP8 if (setup.forward_in_fp8 if forward else setup.fp8) else 1.0) * layer.linear_weights
+    return INT8 * layer.linear_weights + (1 - INT8) * wide_weights(layer, forward)
 
 
 def _quantised(layer: LayerSpec, setup: TrainSetup) -> tuple[int, int]:
@@ -202,11 +213,14 @@ def _quantised(layer: LayerSpec, setup: TrainSetup) -> tuple[int, int]:
             out, last = sum(each.out for each in group), group == block.groups[-1]
             on_the_way = len(block.groups[0]) > 1 and any(setup.rank(each.path) for each in block.groups[0])
             by_maker = (mlp and not on_the_way) or inside if last else layer.norms_before > 0 and not inside
-            ahead += group[0].inputs * (1 if by_maker else 3)
-            back += out * (1 if (layer.norms_after > 0 if last else mlp) else 3)
+            of_x = 1 if by_maker else 3
+            of_dy = 1 if (layer.norms_after > 0 if last else mlp) else 3
+            if setup.int8:
+                of_x, of_dy = (3 * each for each in in_integers(block, group))
+            ahead, back = ahead + of_x * group[0].inputs, back + of_dy * out
     if setup.fp8_experts and layer.experts:  # tokens and the activation; their gradients
         ahead, back = ahead + 3 * (layer.hidden + width_of(layer)), back + 3 * layer.hidden + 2 * width_of(layer)
-    return ahead if setup.fp8_forward else 0, back
+    return ahead if setup.fp8_forward or setup.int8 else 0, back
 
 
 def _of_experts(setup: TrainSetup, forward: bool) -> float:

@@ -66,6 +66,9 @@ class TrainSetup:
     """Input gradients of frozen linears are products in 8 bits (`precision.compute`); and so is the forward, if
     `fp8_forward`."""
     fp8_forward: bool = True
+    int8: bool = False
+    """With `fp8`: linears multiply in 8-bit integers, with codes of their own for either product, but for the forward
+    of what mixes tokens takes first (`in_integers`)."""
     fp8_experts: bool = False
     """Frozen experts multiply as frozen linears do with `fp8`."""
     expert_bytes: float | None = None
@@ -127,7 +130,7 @@ class TrainSetup:
 
     @property
     def forward_in_fp8(self) -> bool:
-        """Whether the forward's products of frozen linears are in 8 bits."""
+        """Whether the forward's products of all frozen linears are in 8 bits."""
         return self.fp8 and self.fp8_forward
 
     @property
@@ -157,7 +160,7 @@ class TrainSetup:
     def writes_backward(self) -> bool:
         """The same for each input gradient; or whether 8-bit codes, which processes share, are turned for it."""
         coded = self.processes > 1 or self.writes_codes
-        if self.written_once and not self.fp8:
+        if self.int8 or (self.written_once and not self.fp8):
             return False
         return self.method == "qlora" or (coded if self.fp8 else self.linear_bytes is not None)
 
@@ -166,7 +169,7 @@ class TrainSetup:
         """Whether 8-bit codes are written out for each product: of 4 bits, or of more that processes share or that have
         none beside them."""
         of_more = (self.processes > 1 or self.codes == "written") and not self.fp8_forward and not self.own_codes
-        return self.fp8 and (self.method == "qlora" or of_more)
+        return self.fp8 and not self.int8 and (self.method == "qlora" or of_more)
 
     @property
     def chooses_codes(self) -> bool:

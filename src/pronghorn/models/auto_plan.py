@@ -34,6 +34,7 @@ from pronghorn.models.loss import logits_bytes
 from pronghorn.models.measured_layer import measured_times as measured_times
 from pronghorn.optimizers import TrainedTensor, state_bytes
 from pronghorn.parallel.sharded import sharded
+from pronghorn.precision.compute import Compute
 
 T = TypeVar("T")
 LESS = 0.04
@@ -196,6 +197,7 @@ def setup_of(
         itemsize=(autocast or embeddings.dtype).itemsize,
         fp8=fp8,
         fp8_forward=handle is None or handle.options.compute.forward_in_fp8,
+        int8=fp8 and handle is not None and handle.options.compute is Compute.INT8,
         fp8_experts=fp8_experts,
         expert_bytes=experts.packed_bytes(base),
         linear_bytes=_bytes_a_number(weights) if packed else None,

@@ -2,8 +2,8 @@
 
     y = q(x) Wqᵀ + b        dx = q(dy · s_W) (Wq / s_W)        Wq = codes_W · s_W,  q: to e4m3 and back, a scale a row
 
-Where the forward isn't in 8 bits, y is the linear's own.
-The operands are quantised by the plain reference of `kernels.quantise` and then multiplied in float32; results have the
+Where the forward isn't in 8 bits, y is the linear's own; in 8-bit integers rows are turned (`kernels.int8`).
+The operands are quantised by the plain references of the kernels and then multiplied in float32; results have the
 pass's dtype. W is read and quantised anew in each forward, so nothing is stale here. `compared_products` gives one
 built product rows that need no other part of the model, so that its own error shows.
 """
@@ -19,12 +19,15 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.fp8_blocks import has_own_codes
+from pronghorn.kernels.int8 import quantise_turned_reference
 from pronghorn.kernels.nf4 import NF4Weight, write_codes_reference
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, quantise_rows_reference, weight_scales
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.linears import products_dtype
 from pronghorn.parity.distance import Distance, distance
+from pronghorn.precision.compute import Numbers, Rule
+from pronghorn.precision.int8 import column_factors, whole_weight
 from pronghorn.precision.source import Activation
 
 ROWS = 64
@@ -35,22 +38,21 @@ arXiv:2412.19437, section 3.3.2)."""
 
 
 @contextmanager
-def quantised_products(products: Sequence[Sequence[Any]], forward: bool) -> Iterator[None]:
+def quantised_products(products: Sequence[tuple[Sequence[Any], Rule]]) -> Iterator[None]:
     """Let frozen linears multiply in 8 bits while the block runs, by a forward of their instances' own.
 
     Args:
-        products: the base linears of each product. Those of one product share an input, and the rows of their outputs'
-            gradients, side by side, share a scale.
-        forward: the forward multiplies in 8 bits, too, and not the input gradient alone.
+        products: the base linears of each product, and in what it multiplies. Those of one product share an input, and
+            the rows of their outputs' gradients, side by side, share a scale.
     """
-    for linears in products:
-        product = _Product(linears, forward)
+    for linears, rule in products:
+        product = _Product(linears, rule)
         for index, linear in enumerate(linears):
             linear.forward = partial(product.output, index)
     try:
         yield
     finally:
-        for linears in products:
+        for linears, _ in products:
             for linear in linears:
                 del linear.forward
 
@@ -58,8 +60,8 @@ def quantised_products(products: Sequence[Sequence[Any]], forward: bool) -> Iter
 class _Product:
     """The linears of one input. The first that is called computes the outputs of all."""
 
-    def __init__(self, linears: Sequence[Any], forward: bool) -> None:
-        self._linears, self._forward = linears, forward
+    def __init__(self, linears: Sequence[Any], rule: Rule) -> None:
+        self._linears, self._rule = linears, rule
         self._x: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
@@ -67,15 +69,26 @@ class _Product:
         """Return the output of one linear."""
         if self._x is not x or index not in self._outputs:
             wide = x.to(products_dtype(x))
-            weights = [part for pair in quantised_weights(self._linears) for part in pair]
-            own = None if self._forward else self._linears
-            outputs = _Multiply.apply(wide.flatten(0, -2), own, *weights)
+            if Numbers.INT8 in self._rule:
+                outputs = _MultiplyTurned.apply(wide.flatten(0, -2), self._own(), self._whole(wide.dtype))
+                if self._own() is None:
+                    outputs = outputs[0].split([linear.out_features for linear in self._linears], 1)
+            else:
+                weights = [part for pair in quantised_weights(self._linears) for part in pair]
+                outputs = _Multiply.apply(wide.flatten(0, -2), self._own(), *weights)
             self._x, self._outputs = x, dict(enumerate(outputs))
         y = self._outputs.pop(index)
         if not self._outputs:
             self._x = None
         y, bias = y.view(*x.shape[:-1], -1), self._linears[index].bias
-        return y if bias is None or not self._forward else y + bias.to(y.dtype)
+        return y if bias is None or self._rule.forward is Numbers.DTYPE else y + bias.to(y.dtype)
+
+    def _whole(self, dtype: torch.dtype) -> Tensor:
+        return whole_weight([linear.weight for linear in self._linears], dtype)
+
+    def _own(self) -> Sequence[Any] | None:
+        """Return the linears if they multiply their input themselves."""
+        return self._linears if self._rule.forward is Numbers.DTYPE else None
 
 
 class _Multiply(torch.autograd.Function):
@@ -99,6 +112,38 @@ class _Multiply(torch.autograd.Function):
             dy, codes, scales = torch.cat(dys, 1), torch.cat(weights[::2]), torch.cat(weights[1::2])
             dx = dequantised(dy, scales) @ codes.float()
         return dx.to(dy.dtype), None, *[None] * len(weights)
+
+
+class _MultiplyTurned(torch.autograd.Function):
+    """(x [T, K], linears that multiply x themselves or None, W [N, K] of all) → y_i [T, N_i] of each, or y [T, N] of
+    all without a bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own: Sequence[Any] | None, weight: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(weight)
+        if own is not None:
+            return tuple(type(linear).forward(linear, x) for linear in own)
+        return (multiplied_turned(x, weight),)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        [weight] = ctx.saved_tensors
+        return multiplied_turned(torch.cat(dys, 1), weight.t().contiguous()), None, None
+
+
+def multiplied_turned(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ [T, N] of x [T, K] and W [N, K] by 8-bit integers of turned rows."""
+    with torch.autocast(x.device.type, enabled=False):
+        left, right, factors = turned_operands(x, weight)
+        return ((left @ right.t()) * factors).to(x.dtype)
+
+
+def turned_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes of x [T, K] and of W [N, K] in float32, and what their product is multiplied by [T, N]."""
+    factors = column_factors(weight)
+    codes, scales = quantise_turned_reference(x, factors)
+    of_weight, weight_scales = quantise_turned_reference(weight, 1 / factors.float())
+    return codes.float(), of_weight.float(), scales * weight_scales.t()
 
 
 def dequantised(x: Tensor, columns: Tensor | None = None) -> Tensor:
@@ -140,17 +185,26 @@ def compared_products(linear: FusedLinear, name: str, fast: bool) -> list[Distan
     codes, scales = torch.cat([each for each, _ in pairs]).float(), torch.cat([each for _, each in pairs])
     generator = torch.Generator().manual_seed(0)
     x, dy = (random_rows(size, generator).to(scales.device, linear.dtype) for size in reversed(codes.shape))
-    x_codes, x_scales = quantise_rows_reference(x)
-    dy_codes, dy_scales = quantise_rows_reference(dy, scales)
-    backward = linear.source.input_grad(Activation(dy), None), dy_codes.float(), codes, dy_scales
-    products = [("input gradient", backward)]
-    if linear.source.wants_codes:
-        y = linear.source.forward(Activation(x), None)
-        products.insert(0, ("forward", (y, x_codes.float(), codes.t(), x_scales * scales)))
     compared = []
-    for what, (ours, left, right, factors) in products:
-        exact = (left @ right) * factors  # numbers of 4 bits: right in TF32, too
-        plain = (fast_sums(left, right) * factors if fast else exact).to(linear.dtype)
+    for what, numbers in zip(("forward", "input gradient"), linear.rule, strict=True):
+        if numbers is Numbers.DTYPE:
+            continue
+        forward = what == "forward"
+        ours = linear.source.forward(Activation(x), None) if forward else linear.source.input_grad(Activation(dy), None)
+        if numbers is Numbers.INT8:
+            whole = whole_weight([base.weight for base in linear.bases], linear.dtype)
+            left, right, factors = turned_operands(*((x, whole) if forward else (dy, whole.t().contiguous())))
+            right = right.t()
+        elif forward:
+            (left, of_rows), right = quantise_rows_reference(x), codes.t()
+            factors = of_rows * scales
+        else:
+            (left, factors), right = quantise_rows_reference(dy, scales), codes
+        # whole numbers of 8 bits, or numbers of 4 bits: right in TF32, too, but for sums, which are in float64 of those
+        wide = torch.float64 if numbers is Numbers.INT8 else torch.float32
+        exact = (left.to(wide) @ right.to(wide)) * factors
+        rounded = fast and numbers is Numbers.E4M3
+        plain = (fast_sums(left.float(), right) * factors if rounded else exact).to(linear.dtype)
         compared.append(distance(f"{name} ({what})", ours, plain, exact))
     return compared
 

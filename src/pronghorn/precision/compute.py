@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -16,6 +16,27 @@ MULTIPLE = 16
 """Rows and columns of a weight that an 8-bit product takes are a multiple of this."""
 
 
+class Numbers(StrEnum):
+    """In what a product multiplies."""
+
+    DTYPE = "dtype"
+    E4M3 = "e4m3"
+    INT8 = "int8"
+
+
+class Rule(NamedTuple):
+    """In what one frozen weight multiplies."""
+
+    forward: Numbers
+    backward: Numbers
+    """Of the input's gradient."""
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether products are in 8 bits, of the backward pass at least."""
+        return self.backward is not Numbers.DTYPE
+
+
 class Compute(StrEnum):
     """In what the products of frozen weights are computed: of the forward pass, and of its input's gradient.
 
@@ -23,9 +44,11 @@ class Compute(StrEnum):
     fp8          input gradients in e4m3 with a scale a row, by the tensor cores' fast sums; the forward in the dtype
     fp8_both     the forward in 8 bits, too
     fp8_exact    as fp8_both, summed exactly, about 9 % slower a product
+    int8         both in 8-bit integers of turned rows (`precision.int8`); the forward of what mixes tokens takes first
+                 (queries, keys and values) in the dtype
     """
 
-    DTYPE, FP8, FP8_BOTH, FP8_EXACT = get_args(ComputeName)
+    DTYPE, FP8, FP8_BOTH, FP8_EXACT, INT8 = get_args(ComputeName)
 
     @classmethod
     def of(cls, name: str) -> Compute:
@@ -40,9 +63,22 @@ class Compute(StrEnum):
         return self is not Compute.DTYPE
 
     @property
+    def rule(self) -> Rule:
+        """In what products multiply, but for what `layers.build` says of `int8`."""
+        if self is Compute.INT8:
+            return Rule(Numbers.INT8, Numbers.INT8)
+        forward = Numbers.E4M3 if self.forward_in_fp8 else Numbers.DTYPE
+        return Rule(forward, Numbers.E4M3 if self.is_fp8 else Numbers.DTYPE)
+
+    @property
     def forward_in_fp8(self) -> bool:
-        """Whether products of the forward pass are in 8 bits."""
+        """Whether products of the forward pass are in e4m3."""
         return self in (Compute.FP8_BOTH, Compute.FP8_EXACT)
+
+    @property
+    def forward_in_8_bits(self) -> bool:
+        """Whether products of the forward pass are in 8 bits, those of most weights at least."""
+        return self.rule.forward is not Numbers.DTYPE
 
 
 def check_device(compute: Compute, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.fp8_blocks import FP8Tensor
-from pronghorn.kernels.nf4 import NF4Weight, write_codes
+from pronghorn.kernels.nf4 import NF4Weight, write_codes, write_out
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import (
     DTYPE,
@@ -86,13 +86,19 @@ class FP8Weight:
         return self.across.t().float() * self.scales[:, None]
 
 
-def _dense(weight: Tensor) -> Tensor:
-    return weight.dequantise() if isinstance(weight, PackedTensor) else weight.detach()
-
-
 def is_nf4(weight: Any) -> bool:
     """Tell whether a weight is bitsandbytes' in 4 bits."""
     return getattr(weight, "quant_state", None) is not None
+
+
+def dense_weight(weight: Any) -> Tensor:
+    """Return a frozen weight [N, K] in the dtype that it is written out in, or as it is."""
+    if not is_nf4(weight):
+        return weight.dequantise() if isinstance(weight, PackedTensor) else weight.detach()
+    few = NF4Weight.of(weight)
+    out = torch.empty(few.shape, dtype=weight.quant_state.dtype, device=weight.device)
+    write_out(few, out)
+    return out
 
 
 def row_scales(weight: Any) -> Tensor:
@@ -100,12 +106,12 @@ def row_scales(weight: Any) -> Tensor:
     kept: Tensor | None = getattr(weight, ROW_SCALES, None)
     if kept is not None:
         return kept
-    return NF4Weight.of(weight).row_scales() if is_nf4(weight) else weight_scales(_dense(weight).abs().amax(1))
+    return NF4Weight.of(weight).row_scales() if is_nf4(weight) else weight_scales(dense_weight(weight).abs().amax(1))
 
 
 def quantise_weight(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Write a frozen weight's codes [N, K] and the scales [N] of its rows; a packed weight is written out first."""
-    dense = _dense(weight)
+    dense = dense_weight(weight)
     scales.copy_(weight_scales(dense.abs().amax(1)))
     codes.copy_(dense.float() * (1 / scales)[:, None])
 
@@ -214,22 +220,21 @@ class WrittenCodesSource(CodesSource):
                 write_codes(weight, inverse, part, across)
             else:
                 assert across
-                write_codes_across(_dense(weight), inverse, part)
+                write_codes_across(dense_weight(weight), inverse, part)
         return whole
 
 
 class BackwardSource(WeightSource):
-    """W as codes for input gradients alone: the forward multiplies it as it is.
+    """W as codes for input gradients; the forward multiplies it as it is, or other codes.
 
     Args:
         plain: gives the forward.
         coded: gives the input gradient.
     """
 
-    wants_gradient_codes = True
-
-    def __init__(self, plain: WeightSource, coded: CodesSource) -> None:
+    def __init__(self, plain: WeightSource, coded: WeightSource) -> None:
         self.plain, self.coded, self.columns = plain, coded, coded.columns
+        self.wants_gradient_codes = coded.wants_gradient_codes
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
         return self.plain.forward(x, bias)

@@ -89,6 +89,8 @@ def weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
 
 def unshared_reason(recipe: Recipe) -> str:
     """Say why processes can't share the layers in this training; empty where they can, but for the products' dtype."""
+    if recipe.precision.compute == "int8":
+        return "precision.compute: int8 multiplies weights that one process holds whole"
     if recipe.adapter.method == "lora":
         return ""
     if recipe.train.optimizer not in ON_PARTS:

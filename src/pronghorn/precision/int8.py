@@ -1,0 +1,81 @@
+"""Frozen weights that multiply in 8-bit integers, turned (`kernels.int8`).
+
+    y  = x Wᵀ      codes of x · f and of W / f         f: root mean square of W's columns, the largest 1
+    dx = dy W      codes of dy · g and of Wᵀ / g       g: the same of W's rows
+
+Each product has codes of its own of W, so dx is not to the bit the gradient of the y that was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.int8 import int8_product, quantise_turned
+from pronghorn.precision.fp8 import dense_weight
+from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
+
+LEAST = 2.0**-20
+"""The least factor, so that x · f stays in float16's range."""
+
+
+class TurnedWeight(NamedTuple):
+    """W [N, K], sizes multiples of 64."""
+
+    factors: Tensor
+    """f [K] in x's dtype, of its columns."""
+    codes: Tensor
+    """int8 [N, K], of W / f."""
+    scales: Tensor
+    """float32 [N]."""
+
+    @classmethod
+    def of(cls, weights: Sequence[Any], across: bool, dtype: torch.dtype) -> TurnedWeight:
+        """Quantise weights [N_i, K], one below the other, or Wᵀ if `across`; those of few bits are written out first.
+
+        Args:
+            dtype: of the rows that they are multiplied by, 16 bits.
+        """
+        whole = whole_weight(weights, dtype)
+        whole = whole.t().contiguous() if across else whole
+        factors = column_factors(whole)
+        codes, scales = quantise_turned(whole, 1 / factors.float())
+        return cls(factors, codes, scales.view(-1))
+
+
+def whole_weight(weights: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Return weights [N_i, K], one below the other, as products in `dtype` have them."""
+    return torch.cat([dense_weight(weight).to(dtype) for weight in weights])
+
+
+def column_factors(weight: Tensor) -> Tensor:
+    """Return the factors [K] of a weight [N, K], in its dtype."""
+    lengths = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)
+    factors = (lengths / lengths.amax().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=LEAST)
+    return factors.to(weight.dtype)
+
+
+class Int8Source(WeightSource):
+    """W in 8-bit integers, resident, for one of its products.
+
+    Args:
+        weight: W for the forward, Wᵀ for the input gradient.
+    """
+
+    def __init__(self, weight: TurnedWeight) -> None:
+        self.weight = weight
+
+    def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
+        y = self._multiply(x.dense)
+        return y if bias is None else y.add_(bias)
+
+    def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
+        dx = self._multiply(dy.dense)
+        return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        codes, scales = quantise_turned(x, self.weight.factors)
+        return int8_product(codes, scales, self.weight.codes, self.weight.scales, x.dtype)

@@ -1,0 +1,59 @@
+"""Kernels of products in 8-bit integers against plain torch, in poisoned memory.
+
+tests/kernels/test_int8_kernels.py calls it with a CUDA device, and runs this file for the CPU under Triton's
+interpreter.
+
+    TRITON_INTERPRET=1 python tests/support/int8_checks.py float16
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from pronghorn.kernels.int8 import (
+    int8_product_reference,
+    int8_product_triton,
+    quantise_turned_reference,
+    quantise_turned_triton,
+)
+from support.interpreted import begin
+
+
+def check_codes(device: str, dtype: torch.dtype) -> None:
+    """Codes are the reference's but where float32's sums are halfway between two, and there off by one."""
+    for rows, width in ((1, 64), (7, 192), (5, 1024), (3, 4096), (2, 4160), (300, 9280)):
+        wide = torch.randn(rows, width + 64, device=device).to(dtype)
+        x, factors = wide[:, 64:], torch.rand(width, device=device) + 0.01
+        x[0, 3] = 200.0  # an outlier
+        if rows > 1:
+            x[1] = 0.0
+        made, want = quantise_turned_triton(x, factors), quantise_turned_reference(x, factors)
+        assert made.codes.dtype is torch.int8 and made.codes.abs().max() <= 127
+        torch.testing.assert_close(made.scales, want.scales, rtol=1e-6, atol=1e-32)
+        off = (made.codes.int() - want.codes.int()).abs()
+        assert off.max() <= 1 and off.float().mean() < 1e-3, f"codes {rows} x {width}: {off.float().mean()}"
+        for bad in (float("nan"), float("inf")):
+            x[-1, width // 2] = bad
+            assert not quantise_turned_triton(x, factors).scales[-1].isfinite(), f"scales of {bad}"
+
+
+def check_product(device: str, dtype: torch.dtype) -> None:
+    """Sums are exact: the result is the reference's, rounded once more at most."""
+    for m, n, k in ((1, 64, 64), (130, 64, 192), (65, 320, 128)):
+        a = torch.randint(-127, 128, (m, k), device=device, dtype=torch.int8)
+        b = torch.randint(-127, 128, (n, k), device=device, dtype=torch.int8)
+        sa, sb = torch.rand(m, 1, device=device) / 2000, torch.rand(n, device=device) / 2000
+        found, want = (each(a, sa, b, sb, dtype) for each in (int8_product_triton, int8_product_reference))
+        torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+CHECKS = {"codes": check_codes, "product": check_product}
+
+if __name__ == "__main__":
+    begin()
+    torch.manual_seed(0)
+    for name, check in CHECKS.items():
+        check("cpu", getattr(torch, sys.argv[1]))
+        print(name, "ok", flush=True)
