@@ -78,6 +78,7 @@ CANDIDATES = [
     Candidate("nf4", nf4=True),
     Candidate("nf4 + fp8", nf4=True, compute="fp8"),
     Candidate("nf4 + fp8_both", nf4=True, compute="fp8_both"),
+    Candidate("nf4 + int8", nf4=True, compute="int8"),
     Candidate("bf16, outliers of 1024", outliers=1024.0),
     Candidate("fp8, outliers of 1024", compute="fp8", outliers=1024.0),
     Candidate("int8, outliers of 1024", compute="int8", outliers=1024.0),

@@ -36,7 +36,7 @@ TOKENS, WRITTEN_OUT = 8192, "bf16 written out"
 PAIRS = [
     *(("bf16", compute) for compute in ("dtype", "fp8", "fp8_both", "fp8_exact", "int8")),
     (WRITTEN_OUT, "fp8"),
-    *(("nf4", compute) for compute in ("dtype", "fp8", "fp8_both")),
+    *(("nf4", compute) for compute in ("dtype", "fp8", "fp8_both", "int8")),
 ]
 
 

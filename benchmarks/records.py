@@ -44,6 +44,7 @@ RECORDS = {
     "llama-3.3-70b-nf4": Record("Llama-3.3-70B", "qlora", 1_850),
     "llama-3.3-70b-nf4-fp8": Record("Llama-3.3-70B", "qlora", 0, "fp8"),
     "llama-3.3-70b-nf4-fp8-both": Record("Llama-3.3-70B", "qlora", 3_000, "fp8_both"),
+    "llama-3.3-70b-nf4-int8": Record("Llama-3.3-70B", "qlora", 3_000, "int8"),
     "qwen3.5-27b": Record("Qwen3.5-27B", "lora", 0),
     "llama-3.1-8b-published-fp8": Record("Llama-3.1-8B", "fp8", 0),
     "llama-3.1-8b-published-fp8-in-fp8": Record("Llama-3.1-8B", "fp8", 0, "fp8"),

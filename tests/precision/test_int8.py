@@ -20,11 +20,11 @@ from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.precision.compute import Compute, Numbers
-from pronghorn.precision.int8 import Int8Source, TurnedWeight
+from pronghorn.precision.int8 import Int8Source, TurnedWeight, WrittenInt8Source
 from pronghorn.precision.source import Activation, LowRankGrad
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import loss_and_gradients, with_adapters
-from support.tiny import packed_row, tiny_model
+from support.tiny import in_4_bits, packed_row, tiny_model
 
 COMPUTE: Any = "int8"
 FAMILIES = ("llama", "gemma3_text", "qwen3_5_text", "phi3")
@@ -76,6 +76,48 @@ def test_gradients_are_those_of_the_same_operands(family: str) -> None:
         both = linear.rule.forward is Numbers.INT8
         assert [each.name for each in compared] == ["product (forward)"] * both + ["product (input gradient)"]
         assert all(each.excess <= 1 for each in compared)
+    handle.detach()
+    with quantised_products(products):
+        _, right = one_document_at_a_time(model, batch)
+        right.backward()
+    assert loss == pytest.approx(right.item(), rel=0.01)
+    for name, gradient in gradients(model).items():
+        cosine = torch.nn.functional.cosine_similarity(found[name].double().flatten(), gradient.double().flatten(), 0)
+        assert cosine > 0.99, (name, cosine)
+
+
+@pytest.mark.parametrize("block", [64, 32])
+def test_weights_in_4_bits_give_the_codes_of_what_they_stand_for(block: int) -> None:
+    """By a kernel where groups of 64 lie in one block, else by way of 16 bits; none are kept."""
+    from bitsandbytes.nn import Params4bit
+
+    torch.manual_seed(0)
+    few = [
+        Params4bit(torch.randn(n, 192).bfloat16(), requires_grad=False, quant_type="nf4", blocksize=block).to("cpu")
+        for n in (64, 128)
+    ]
+    for across in (False, True):
+        want = TurnedWeight.of(few, across, torch.bfloat16)
+        source = WrittenInt8Source(few, [64, 128], want._replace(codes=None), across)
+        assert torch.equal(source.codes(), want.codes)
+        x = torch.randn(5, 192).bfloat16()
+        assert torch.equal(source.forward(Activation(x), None), Int8Source(want).forward(Activation(x), None))
+
+
+def test_a_model_in_4_bits_multiplies_integers_and_keeps_none() -> None:
+    model = with_adapters(in_4_bits(tiny_model("llama", intermediate_size=128).bfloat16()))
+    batch, dims = packed_row(LENGTHS, ROW), dims_of(model)
+    attach(model, Plan.keep(), layers="fused")
+    plain = resting_bytes(dims, setup_of(model, ROW, None))["weights"]
+    handle = attached(model)
+    loss, found = loss_and_gradients(model, batch)
+    held, products = 0, handle.layers.fp8_products(torch.bfloat16)
+    for linear in handle.layers.linears():
+        sources = [each for each in (linear.source.plain, linear.source.coded) if isinstance(each, Int8Source)]
+        assert all(type(each) is WrittenInt8Source and each.weight.codes is None for each in sources)
+        assert all(each.excess <= 1 for each in compared_products(linear, "product", fast=True))
+        held += sum(each.weight.factors.nbytes + each.weight.scales.nbytes for each in sources)
+    assert held == resting_bytes(dims, setup_of(model, ROW, None))["weights"] - plain > 0
     handle.detach()
     with quantised_products(products):
         _, right = one_document_at_a_time(model, batch)

@@ -9,15 +9,18 @@ interpreter.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
+from pronghorn.kernels import nf4_int8
 from pronghorn.kernels.int8 import (
     int8_product_reference,
     int8_product_triton,
     quantise_turned_reference,
     quantise_turned_triton,
 )
+from pronghorn.kernels.nf4 import NF4Weight, write_out_reference
 from support.interpreted import begin
 
 
@@ -49,7 +52,39 @@ def check_product(device: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-CHECKS = {"codes": check_codes, "product": check_product}
+def check_written(device: str, dtype: torch.dtype) -> None:
+    """Codes written out of 4 bits are those of the weight as it is written out, in both layouts, beside others."""
+    for n, k, block, nested in ((64, 64, 64, False), (128, 192, 64, True), (192, 320, 128, True)):
+        weight = NF4Weight(*nf4_of(n, k, block, nested, device))
+        assert nf4_int8.fits(weight)
+        dense = torch.empty(n, k, dtype=dtype, device=device)
+        write_out_reference(weight, dense)
+        for across in (False, True):
+            rows = dense.t().contiguous() if across else dense
+            factors = (torch.rand(rows.shape[1], device=device) + 0.1).to(dtype)
+            want = quantise_turned_reference(rows, 1 / factors.float())
+            wide = torch.full((len(rows), rows.shape[1] + 64), 99, dtype=torch.int8, device=device)
+            given = weight, factors, want.scales.flatten(), wide[:, 64:], across
+            for write in (nf4_int8.write_turned_triton, nf4_int8.write_turned_reference):
+                write(*given)
+                off = (wide[:, 64:].int() - want.codes.int()).abs()
+                assert off.max() <= 1 and off.float().mean() < 1e-3, f"{n} x {k}, across {across}: {off.float().mean()}"
+                assert (wide[:, :64] == 99).all()
+                wide[:, 64:] = 77
+
+
+def nf4_of(n: int, k: int, block: int, nested: bool, device: str) -> tuple[Any, ...]:
+    """Make the parts of a random 4-bit weight."""
+    packed = torch.randint(0, 256, (n * k // 2,), dtype=torch.uint8, device=device)
+    table, count = torch.linspace(-1, 1, 16, device=device), n * k // block
+    if not nested:
+        return packed, table, torch.rand(count, device=device) + 0.5, (n, k), block
+    absmax = torch.randint(0, 256, (count,), dtype=torch.uint8, device=device)
+    levels, outer = torch.linspace(-1, 1, 256, device=device), torch.rand(count // 256 + 1, device=device)
+    return packed, table, absmax, (n, k), block, levels, outer, 256, torch.tensor(0.9, device=device)
+
+
+CHECKS = {"codes": check_codes, "product": check_product, "written": check_written}
 
 if __name__ == "__main__":
     begin()

@@ -67,13 +67,13 @@ element (sm_100). Not measured."""
 
 
 @cache
-def hadamard(device: torch.device) -> Tensor:
-    """Return H [64, 64] in float32."""
+def hadamard(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return H [64, 64], which any dtype holds exactly."""
     index = torch.arange(GROUP, device=device)
     shared = index[:, None] & index[None, :]
     for shift in (4, 2, 1):
         shared = shared ^ (shared >> shift)
-    return (1 - 2 * (shared & 1)).float() / 8
+    return ((1 - 2 * (shared & 1)).float() / 8).to(dtype)
 
 
 def quantise_turned_reference(x: Tensor, factors: Tensor) -> RowCodes:

@@ -27,7 +27,7 @@ from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.parallel.sharded import lie_wide, narrowed
 from pronghorn.precision.compute import MULTIPLE, Compute, Numbers, Rule
 from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, WrittenCodesSource, is_nf4
-from pronghorn.precision.int8 import Int8Source
+from pronghorn.precision.int8 import Int8Source, WrittenInt8Source
 from pronghorn.precision.source import (
     Activation,
     CopiedSource,
@@ -90,10 +90,8 @@ class FusedLinear:
         else:
             forward, backward = (numbers is Numbers.INT8 for numbers in rule)
             self.source = BackwardSource(
-                Int8Source(storage.integers(False, dtype)) if forward else self._source(storage, below, written_once),
-                Int8Source(storage.integers(True, dtype))
-                if backward
-                else _fp8_source(storage, False, exact, codes_written),
+                self._integers(storage, False) if forward else self._source(storage, below, written_once),
+                self._integers(storage, True) if backward else _fp8_source(storage, False, exact, codes_written),
             )
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
         self.columns = [columns for columns, _ in self.adapters]
@@ -127,6 +125,12 @@ class FusedLinear:
             return CopiedSource(weights, self.dtype) if gathered is None else DenseSource(gathered, len(gathered))
         lie_wide(weights)
         return DenseSource(storage.weight(self.dtype), sum(self.widths))
+
+    def _integers(self, storage: GroupStorage, across: bool) -> Int8Source:
+        turned = storage.integers(across, self.dtype)
+        if turned.codes is not None:
+            return Int8Source(turned)
+        return WrittenInt8Source([base.weight for base in self.bases], self.widths, turned, across)
 
     def _place_adapters(self, rows: int) -> None:
         """Make A [R, K] (below W, if there is room) and B [N, R], zero outside the adapters' blocks."""

@@ -134,13 +134,17 @@ class GroupStorage:
     def integers(self, across: bool, dtype: torch.dtype) -> TurnedWeight:
         """Return the weights in 8-bit integers, of W or, if `across`, of Wᵀ; quantised again where `codes` are.
 
+        Of weights in few bits no codes are kept: they are written out for each product.
+
         Args:
             dtype: of the rows that they are multiplied by.
         """
         state = dtype, self._state()
         if across not in self._integers or self._integers[across][0] != state:
             self._integers.pop(across, None)  # freed before the others are made
-            self._integers[across] = state, TurnedWeight.of(self._weights(), across, dtype)
+            made = TurnedWeight.of(self._weights(), across, dtype)
+            few = is_written_out(base_of(self.linears[0]))
+            self._integers[across] = state, made._replace(codes=None) if few else made
         return self._integers[across][1]
 
     def drop_codes(self) -> None:

@@ -65,14 +65,14 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         weights -= int(sum(layer.expert_weights for layer in dims.layers) * (b - setup.expert_bytes))
     if setup.linear_bytes is not None:
         weights -= int(linear * (b - setup.linear_bytes))
-    if setup.written_once and (setup.method == "qlora" or setup.linear_bytes is not None):
+    if setup.written_once and setup.in_few_bits:
         weights += b * (sum(wide_weights(layer, forward=True) for layer in dims.layers) if setup.int8 else linear)
     if setup.fp8:  # codes in a layout a product, unless they are written out, and scales of rows
         rows = sum(linear.out for layer in dims.layers for linear in layer.linears)
         layouts = 2 if setup.fp8_forward and not setup.own_codes else 1
         layouts -= setup.processes > 1  # shared ones are turned for each product
         if setup.int8:
-            weights += sum(_integers(layer) for layer in dims.layers)
+            weights += sum(_integers(layer, setup.in_few_bits) for layer in dims.layers)
         else:
             weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
     if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives
@@ -127,15 +127,16 @@ def wide_weights(layer: LayerSpec, forward: bool) -> int:
     return sum(linear.weights for group in wide for linear in group)
 
 
-def _integers(layer: LayerSpec) -> int:
-    """Count the codes of a layer's linears for products in 8-bit integers: a layout a product, with its scales of rows
-    and factors of columns."""
+def _integers(layer: LayerSpec, written: bool) -> int:
+    """Count what products of a layer's linears in 8-bit integers hold: codes in a layout a product, unless these are
+    written out, scales of rows and factors of columns."""
     count = 0
     for block in layer.blocks:
         for group in block.groups:
-            weights, out, inputs = sum(each.weights for each in group), sum(each.out for each in group), group[0].inputs
+            codes = 0 if written else sum(each.weights for each in group)
+            out, inputs = sum(each.out for each in group), group[0].inputs
             forward, backward = in_integers(block, group)
-            count += forward * (weights + 4 * out + 2 * inputs) + backward * (weights + 4 * inputs + 2 * out)
+            count += forward * (codes + 4 * out + 2 * inputs) + backward * (codes + 4 * inputs + 2 * out)
     return count
 
 

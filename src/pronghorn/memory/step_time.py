@@ -177,11 +177,12 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
         around, adapters = around + t * rows * b * ms_per_byte, adapters + 1.5 * t * thin * b * ms_per_byte
     gaps = GAPS + (ROUTED_GAPS if experts else 0.0) if setup.fused else 0.0
     # weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written
-    a_weight = setup.writes_forward * (setup.stored_bytes + (1 if setup.forward_in_fp8 else 2)) * ms_per_byte
-    a_weight_back = setup.writes_backward * (setup.stored_bytes + (1 if setup.fp8 else 2)) * ms_per_byte
+    codes = 5 if setup.int8 and setup.method != "qlora" else 1  # integers of packed checkpoints are made of two bytes
+    in_8_bits = setup.forward_in_fp8 or setup.int8
+    a_weight = setup.writes_forward * (setup.stored_bytes + (codes if in_8_bits else 2)) * ms_per_byte
+    a_weight_back = setup.writes_backward * (setup.stored_bytes + (codes if setup.fp8 else 2)) * ms_per_byte
     packed = 0.0 if setup.expert_bytes is None else (b + setup.expert_bytes) * layer.expert_weights * ms_per_byte
-    in_few_bits = wide_weights(layer, forward=True) if setup.int8 else layer.linear_weights
-    written, written_back = (each * in_few_bits + packed for each in (a_weight, a_weight_back))
+    written, written_back = (each * layer.linear_weights + packed for each in (a_weight, a_weight_back))
     of_x, of_dy = (t * moved * ms_per_byte for moved in _quantised(layer, setup))
     forward = ahead + attention + norms + around + adapters + written + of_x + gaps
     trained = 2 if setup.method == "full" else 1
@@ -189,7 +190,7 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     if not setup.fused:
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
     of_down = 1.0 if experts else INT8 if setup.int8 else FP8 if setup.forward_in_fp8 else 1.0
-    matrix = 2 * t * h * i * rate * of_down + (0.0 if setup.int8 else a_weight * h * i)
+    matrix = 2 * t * h * i * rate * of_down + a_weight * h * i
     # a Gemma layer's backward reads the product's norm
     spares = setup.fused and not layer.norms_after and not experts
     spared = matrix + 3 * t * h * setup.stream_bytes * ms_per_byte if spares else 0

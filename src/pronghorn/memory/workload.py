@@ -139,6 +139,11 @@ class TrainSetup:
         return self.graph and self.fused and self.method != "full"
 
     @property
+    def in_few_bits(self) -> bool:
+        """Whether linears' weights are stored in few bits, those of a packed checkpoint too."""
+        return self.method == "qlora" or self.linear_bytes is not None
+
+    @property
     def written_once(self) -> bool:
         """Whether linears' weights of few bits are kept as the forward's products have them."""
         return self.written_out == "once" and self.fused
@@ -146,13 +151,13 @@ class TrainSetup:
     @property
     def chooses_written_once(self) -> bool:
         """Whether a plan chooses that: the forward multiplies weights of few bits, and they are this process's own."""
-        few = self.method == "qlora" or self.linear_bytes is not None
-        return self.written_out == "auto" and few and self.fused and self.processes == 1 and not self.forward_in_fp8
+        chosen = self.written_out == "auto" and self.in_few_bits and self.fused
+        return chosen and self.processes == 1 and not self.forward_in_fp8
 
     @property
     def writes_forward(self) -> bool:
         """Whether the weights of linears are written out of few bits for each product of the forward."""
-        if self.written_once:
+        if self.written_once and not self.int8:
             return False
         return self.method == "qlora" or (self.linear_bytes is not None and not self.forward_in_fp8)
 
@@ -160,7 +165,9 @@ class TrainSetup:
     def writes_backward(self) -> bool:
         """The same for each input gradient; or whether 8-bit codes, which processes share, are turned for it."""
         coded = self.processes > 1 or self.writes_codes
-        if self.int8 or (self.written_once and not self.fp8):
+        if self.int8:
+            return self.in_few_bits
+        if self.written_once and not self.fp8:
             return False
         return self.method == "qlora" or (coded if self.fp8 else self.linear_bytes is not None)
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.int8 import int8_product, quantise_turned
-from pronghorn.precision.fp8 import dense_weight
+from pronghorn.kernels.nf4 import NF4Weight
+from pronghorn.kernels.nf4_int8 import fits, write_turned
+from pronghorn.precision.fp8 import dense_weight, is_nf4
 from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
 
 LEAST = 2.0**-20
@@ -27,21 +29,24 @@ class TurnedWeight(NamedTuple):
 
     factors: Tensor
     """f [K] in x's dtype, of its columns."""
-    codes: Tensor
-    """int8 [N, K], of W / f."""
+    codes: Tensor | None
+    """int8 [N, K], of W / f; None where they are written out for each product."""
     scales: Tensor
     """float32 [N]."""
 
     @classmethod
-    def of(cls, weights: Sequence[Any], across: bool, dtype: torch.dtype) -> TurnedWeight:
+    def of(
+        cls, weights: Sequence[Any], across: bool, dtype: torch.dtype, factors: Tensor | None = None
+    ) -> TurnedWeight:
         """Quantise weights [N_i, K], one below the other, or Wᵀ if `across`; those of few bits are written out first.
 
         Args:
             dtype: of the rows that they are multiplied by, 16 bits.
+            factors: those of the same weights, if they are known.
         """
         whole = whole_weight(weights, dtype)
         whole = whole.t().contiguous() if across else whole
-        factors = column_factors(whole)
+        factors = column_factors(whole) if factors is None else factors
         codes, scales = quantise_turned(whole, 1 / factors.float())
         return cls(factors, codes, scales.view(-1))
 
@@ -68,6 +73,11 @@ class Int8Source(WeightSource):
     def __init__(self, weight: TurnedWeight) -> None:
         self.weight = weight
 
+    def codes(self) -> Tensor:
+        """Return the codes [N, K]."""
+        assert self.weight.codes is not None
+        return self.weight.codes
+
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
         y = self._multiply(x.dense)
         return y if bias is None else y.add_(bias)
@@ -78,4 +88,38 @@ class Int8Source(WeightSource):
 
     def _multiply(self, x: Tensor) -> Tensor:
         codes, scales = quantise_turned(x, self.weight.factors)
-        return int8_product(codes, scales, self.weight.codes, self.weight.scales, x.dtype)
+        return int8_product(codes, scales, self.codes(), self.weight.scales, x.dtype)
+
+
+class WrittenInt8Source(Int8Source):
+    """Weights in few bits, whose codes are written out for each product.
+
+    Args:
+        weights: [N_i, K], one below the other.
+        rows: every N_i.
+        turned: of all, without codes; of Wᵀ if `across`.
+    """
+
+    def __init__(self, weights: Sequence[Any], rows: list[int], turned: TurnedWeight, across: bool) -> None:
+        super().__init__(turned)
+        self._across, self._weights, self._rows = across, list(weights), rows
+        dtype = turned.factors.dtype
+        few = [NF4Weight.of(weight) for weight in weights if is_nf4(weight) and weight.quant_state.dtype is dtype]
+        self._few = few if len(few) == len(weights) and all(map(fits, few)) else None
+
+    def codes(self) -> Tensor:
+        factors, _, scales = self.weight
+        if self._few is None:
+            made = TurnedWeight.of(self._weights, self._across, factors.dtype, factors).codes
+            assert made is not None
+            return made
+        whole = torch.empty(len(scales), len(factors), dtype=torch.int8, device=scales.device)
+        parts = whole.split(self._rows, 1 if self._across else 0)
+        every = (
+            (factors.split(self._rows), [scales] * len(parts))
+            if self._across
+            else ([factors] * len(parts), scales.split(self._rows))
+        )
+        for weight, part, by, scale in zip(self._few, parts, *every, strict=True):
+            write_turned(weight, by, scale, part, self._across)
+        return whole
