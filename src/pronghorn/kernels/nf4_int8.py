@@ -15,9 +15,8 @@ from pronghorn.kernels.int8 import GROUP, hadamard
 from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.nf4 import NF4Weight, _absmax, _tensors, write_out_reference
 
-ALONG, ACROSS = (1, 128), (64, 2)
-"""Rows, and groups of 64 columns, of a program's tile, for W and for Wᵀ."""
-WARPS = 4
+ALONG, ACROSS = (64, 2, 4), (64, 2, 4)
+"""Rows and groups of 64 columns of a program's tile, and its warps, for W and for Wᵀ, which has 64 rows."""
 
 
 def fits(weight: NF4Weight) -> bool:
@@ -43,6 +42,13 @@ def write_turned_reference(weight: NF4Weight, factors: Tensor, scales: Tensor, o
 
 
 @triton.jit
+def _inverse(ptr, at, count, SIZE: tl.constexpr):
+    """Return 1 / what lies there, rounded as torch rounds it."""
+    number = tl.load(ptr + at, mask=at < count, other=1.0).to(tl.float32)
+    return tl.div_rn(tl.full((SIZE,), 1.0, tl.float32), number)
+
+
+@triton.jit
 def _write_turned(
     packed_ptr,  # [N, K/2]
     table_ptr,  # [16]
@@ -54,62 +60,48 @@ def _write_turned(
     scales_ptr,  # [N], or [K] if ACROSS
     h_ptr,  # [64, 64]
     out_ptr,  # [N, K], or [K, N] if ACROSS
-    K, out_stride, count,  # groups of W in all, or of a row if ACROSS
+    N, K, out_stride,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, OUTER: tl.constexpr,
     ACROSS: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = GROUP // 2
-    each, half = tl.arange(0, GROUP), tl.arange(0, HALF)
+    COLS: tl.constexpr = GROUPS * GROUP
+    each, half = tl.arange(0, GROUP), tl.arange(0, GROUP // 2)
     h = tl.load(h_ptr + each[:, None] * GROUP + each[None, :])
-    if ACROSS:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        first = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-        there = first < count
-        at = row.to(tl.int64)[:, None] * count + tl.minimum(first, count - 1)[None, :]
-    else:
-        first = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-        there = first < count
-        at = tl.minimum(first, count - 1)[None, :]
-    absmax = _absmax(absmax_ptr, levels_ptr, outer_ptr, offset_ptr, at * GROUP // BLOCK, at >= 0, OUTER)[:, :, None]
-    byte = tl.load(packed_ptr + at[:, :, None] * HALF + half[None, None, :]).to(tl.int32)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    there = (row < N)[:, None] & (group < K // GROUP)[None, :]
+    at = row[:, None] * (K // GROUP) + group[None, :]
+    absmax = _absmax(absmax_ptr, levels_ptr, outer_ptr, offset_ptr, at * GROUP // BLOCK, there, OUTER)[:, :, None]
+    bytes_ = at[:, :, None] * (GROUP // 2) + half[None, None, :]
+    byte = tl.load(packed_ptr + bytes_, mask=there[:, :, None], other=0).to(tl.int32)
     high, low = tl.load(table_ptr + (byte >> 4)) * absmax, tl.load(table_ptr + (byte & 15)) * absmax
-    values = tl.interleave(high, low).to(h_ptr.dtype.element_ty).to(tl.float32)
+    values = tl.reshape(tl.interleave(high, low).to(h_ptr.dtype.element_ty).to(tl.float32), (ROWS, COLS))
     if ACROSS:
-        factor = tl.load(factors_ptr + row).to(tl.float32)
-        factor = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), factor)
-        wide = tl.reshape(values, (ROWS, GROUPS * GROUP)) * factor[:, None]
-        z = tl.dot(h, wide.to(h.dtype), input_precision="ieee")
-        col = tl.program_id(1) * (GROUPS * GROUP) + tl.arange(0, GROUPS * GROUP)
-        inside = col < K
-        scale = tl.load(scales_ptr + col, mask=inside, other=1.0)
-        z *= tl.div_rn(tl.full((GROUPS * GROUP,), 1.0, tl.float32), scale)[None, :]
-        codes = (z + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the nearest whole numbers, as in `int8`
-        to = out_ptr + col.to(tl.int64)[:, None] * out_stride + row[None, :]
-        tl.store(to, tl.trans(codes), mask=inside[:, None])
+        by_row, by_col = _inverse(factors_ptr, row, N, ROWS), _inverse(scales_ptr, col, K, COLS)
+        z = tl.dot(h, (values * by_row[:, None]).to(h.dtype), input_precision="ieee") * by_col[None, :]
     else:
-        in_row = K // GROUP
-        columns = (first % in_row)[:, None] * GROUP + each[None, :]
-        factor = tl.load(factors_ptr + columns).to(tl.float32)
-        factor = tl.div_rn(tl.full((GROUPS, GROUP), 1.0, tl.float32), factor)
-        z = tl.dot((tl.reshape(values, (GROUPS, GROUP)) * factor).to(h.dtype), h, input_precision="ieee")
-        row = first // in_row
-        scale = tl.load(scales_ptr + row, mask=there, other=1.0)
-        z *= tl.div_rn(tl.full((GROUPS,), 1.0, tl.float32), scale)[:, None]
-        codes = (z + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-        to = out_ptr + row[:, None] * out_stride + columns
-        tl.store(to, codes, mask=there[:, None])
+        by_row, by_col = _inverse(scales_ptr, row, N, ROWS), _inverse(factors_ptr, col, K, COLS)
+        wide = tl.reshape((values * by_col[None, :]).to(h.dtype), (ROWS * GROUPS, GROUP))
+        z = tl.reshape(tl.dot(wide, h, input_precision="ieee"), (ROWS, COLS)) * by_row[:, None]
+    codes = (z + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the nearest whole numbers, as in `int8`
+    if ACROSS:
+        to = out_ptr + col.to(tl.int64)[:, None] * out_stride + row[None, :]
+        tl.store(to, tl.trans(codes), mask=(col < K)[:, None] & (row < N)[None, :])
+    else:
+        to = out_ptr + row[:, None] * out_stride + col[None, :]
+        tl.store(to, codes, mask=(row < N)[:, None] & (col < K)[None, :])
 
 
 def write_turned_triton(weight: NF4Weight, factors: Tensor, scales: Tensor, out: Tensor, across: bool) -> None:
     """Do what `write_turned` does, by its Triton kernel."""
     tensors, outer = _tensors(weight)
-    n, k = weight.shape
-    rows, groups = ACROSS if across else ALONG
-    count = k // GROUP if across else n * k // GROUP
-    grid = (n // rows, cdiv(count, groups)) if across else (cdiv(count, groups),)
+    rows, groups, warps = ACROSS if across else ALONG
+    h = hadamard(out.device, factors.dtype)
+    grid = (cdiv(weight.shape[0], rows), cdiv(weight.shape[1], groups * GROUP))
     launch(
-        _write_turned, grid, *tensors, factors, scales, hadamard(out.device, factors.dtype), out, k, out.stride(0),
-        count, ROWS=rows, GROUPS=groups, GROUP=GROUP, BLOCK=weight.block, OUTER=outer, ACROSS=across, num_warps=WARPS,
+        _write_turned, grid, *tensors, factors, scales, h, out, *weight.shape, out.stride(0),
+        ROWS=rows, GROUPS=groups, GROUP=GROUP, BLOCK=weight.block, OUTER=outer, ACROSS=across, num_warps=warps,
         enable_fp_fusion=False,
     )  # fmt: skip
 
