@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_fp8 import FP8Experts
+from pronghorn.kernels.grouped_fp8 import CodedExperts
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.quantise import quantise_rows_reference
@@ -47,7 +47,7 @@ def ours(
         weights = [weight.contiguous() for weight in weights]
     biases = [given["gate_up_bias"], given["down_bias"]] if bias else [None, None]
     low_rank = [LowRank(given["a1"], given["b1"], 0.5), LowRank(given["a2"], given["b2"], 2.0)]
-    codes = (FP8Experts.of(weights[0], True), FP8Experts.of(weights[1], True)) if fp8 else None
+    codes = (CodedExperts.of(weights[0], True), CodedExperts.of(weights[1], True)) if fp8 else None
     adapters = low_rank if lora else (None, None)
     layer = Experts(weights[0], weights[1], gate, biases[0], biases[1], *adapters, codes)
     sizes = tuple(size for weight in weights for size in weight.shape[1:])
