@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from benchmarks.op_case import LORA_SCALE, Case, Draw, Way, by_autograd, by_kernel
 from pronghorn.kernels import grouped_gemm, moe_glu, moe_rows
-from pronghorn.kernels.grouped_fp8 import FP8Experts, multiply_fp8
+from pronghorn.kernels.grouped_fp8 import CodedExperts, multiply_coded
 from pronghorn.kernels.moe_route import route_reference
 from pronghorn.kernels.quantise import quantise_rows
 from pronghorn.moe.route import Routing, route
@@ -191,7 +191,7 @@ def fp8_case(
         return (torch.cat([_FastProduct.apply(part, w) for part, w in parts]),)
 
     def pronghorn(case: Case) -> Way:
-        codes = None if way == "bf16" else FP8Experts.of(weight, exact=False)
+        codes = None if way == "bf16" else CodedExperts.of(weight, exact=False)
 
         def multiply(x: Tensor, back: bool) -> Tensor:
             chosen = None if back else rows
@@ -199,7 +199,7 @@ def fp8_case(
                 return grouped_gemm.multiply(x, weight.mT if back else weight, offsets, best, rows=chosen)
             if way == "torch":
                 return _by_torch(x, codes, offsets, chosen, back)
-            return multiply_fp8(x, codes, offsets, x.dtype, chosen, back)
+            return multiply_coded(x, codes, offsets, x.dtype, chosen, back)
 
         def backward(outputs: Any, x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
             dx = multiply(dy, True)
@@ -216,8 +216,8 @@ def fp8_case(
     return replace(case, small=replace(case, formula=summed_fast))
 
 
-def _by_torch(x: Tensor, codes: FP8Experts, offsets: Tensor, rows: moe_rows.Rows | None, back: bool) -> Tensor:
-    """Do what `multiply_fp8` does, by torch's product, which wants rows gathered."""
+def _by_torch(x: Tensor, codes: CodedExperts, offsets: Tensor, rows: moe_rows.Rows | None, back: bool) -> Tensor:
+    """Do what `multiply_coded` does, by torch's product, which wants rows gathered."""
     functional: Any = torch.nn.functional
     by_rows, side = functional.ScalingType.RowWise, codes.side(back)
     assert side is not None

@@ -123,6 +123,24 @@ def test_sound_products_pass(family: str, compute: str) -> None:
 
 
 @pytest.mark.matrix(1)
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_experts_in_integers_are_judged_by_the_same_operands(family: str) -> None:
+    """Sound ones pass, both ways; a factor that is off is seen."""
+    subject = subject_of(family, compute="int8")
+    report = verify(subject)
+    assert not failed(report), [check for check in report.checks if not check.ok]
+    [detail] = [check.detail for check in report.checks if check.name is Name.PRODUCTS]
+    layers = 2 if family == "gpt_oss" else 3
+    assert detail == f"{layers * 4} of frozen weights"  # of attention two, and two of the experts
+
+    def with_another_factor(model: Any) -> None:
+        handle: Any = attached(model)
+        handle.layers.lent_codes()[1].codes[1].backward.factors[3] *= 1.5
+
+    assert Name.PRODUCTS in failed(planted(subject, with_another_factor))
+
+
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_input_gradients_in_8_bits_pass(base: str) -> None:
     report = verify(subject_of("qwen3", base, compute="fp8"))

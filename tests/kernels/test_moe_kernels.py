@@ -13,7 +13,7 @@ from support.interpreted import check_interpreted
 from support.marks import needs_triton
 
 TESTS = Path(__file__).parents[1]
-NAMES = ("moe_route", "moe_rows", "moe_glu", "grouped_gemm", "mxfp4", "grouped_fp8")
+NAMES = ("moe_route", "moe_rows", "moe_glu", "grouped_gemm", "mxfp4", "grouped_fp8", "grouped_integers")
 
 
 @pytest.mark.gpu
@@ -99,13 +99,14 @@ def test_compiled_for_every_card(capability: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("how", ["fast", "exact", "integers"])
 @pytest.mark.parametrize(
     ("capability", "room"),
     [(90, 227), *(pytest.param(*card, marks=pytest.mark.slow) for card in ((89, 99), (100, 227), (120, 99)))],
 )
-def test_products_in_8_bits_compiled(capability: int, room: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the tensor cores' instructions for e4m3, within a block's shared memory, whatever the sum's length."""
+def test_products_in_8_bits_compiled(capability: int, room: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tensor cores' instructions for the codes, within a block's shared memory, whatever the sum's length; of
+    integers two programs fit a multiprocessor of Hopper."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -114,16 +115,25 @@ def test_products_in_8_bits_compiled(capability: int, room: int, exact: bool, mo
 
     properties = SimpleNamespace(shared_memory_per_block_optin=room * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    kernel = grouped_fp8._multiply_codes
-    types = {"x": "*fp8e4nv", "w": "*fp8e4nv", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32", "y_ptr": "*bf16"}
+    kernel, exact, integers = grouped_fp8._multiply_codes, how == "exact", how == "integers"
+    code = "i8" if integers else "fp8e4nv"
+    types = {"x": f"*{code}", "w": f"*{code}", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32", "y_ptr": "*bf16"}
     types |= {"offsets_ptr": "*i32", "rows_ptr": "*i32", "N": "i32", "K": "i32"}
     for depth, tma in ((2048, False), (2880, False), (40, False), *([(2048, True)] if capability == 90 else [])):
-        tile = grouped_fp8.fp8_tile(2880, torch.device("cuda"), exact)
+        tile = grouped_fp8.fp8_tile(2880, torch.device("cuda"), exact, integers)
         sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "WHOLE": depth % tile.depth == 0}
-        constants = {"E": 128, "EXPERTS": 128, "TMA": tma, "GATHER": not tma, "EXACT": exact, **sizes}
+        constants = {
+            "E": 128,
+            "EXPERTS": 128,
+            "TMA": tma,
+            "GATHER": not tma,
+            "EXACT": exact,
+            "INTEGERS": integers,
+            **sizes,
+        }
         if tma:
-            types |= {"x": f"tensordesc<fp8e4nv[{tile.rows},{tile.depth}]>"}
-            types |= {"w": f"tensordesc<fp8e4nv[{tile.cols},{tile.depth}]>"}
+            types |= {"x": f"tensordesc<{code}[{tile.rows},{tile.depth}]>"}
+            types |= {"w": f"tensordesc<{code}[{tile.cols},{tile.depth}]>"}
         signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
         places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
         whole = [i for i, each in enumerate(kernel.arg_names) if each in types and "desc" not in types[each]]
@@ -131,7 +141,9 @@ def test_products_in_8_bits_compiled(capability: int, room: int, exact: bool, mo
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert compiled.metadata.shared <= room * 1024, f"{tile}: {compiled.metadata.shared} bytes"
-        instruction = "kind::f8f6f4" if capability == 100 else "e4m3.e4m3"
+        if integers and capability == 90:
+            assert 2 * compiled.metadata.shared <= room * 1024 and "wgmma" in compiled.asm["ptx"], tile
+        instruction = ".s8" if integers else "kind::f8f6f4" if capability == 100 else "e4m3.e4m3"
         assert instruction in compiled.asm["ptx"], tile
         assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) is tma
 

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_fp8 import FP8Experts
 from pronghorn.kernels.grouped_gemm import choose
+from pronghorn.kernels.int8 import quantise_turned_reference
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.quantise import quantise_rows_reference
+from pronghorn.layers.expert_codes import coded
 from pronghorn.moe.experts import Experts, LowRank, experts
 from pronghorn.moe.route import route
+from pronghorn.precision.compute import Compute
+from pronghorn.precision.int8 import column_factors
 from support.moe_checks import indices
 from support.tolerance import ThreeWay
 
@@ -39,15 +42,16 @@ def tensors(tokens: int, k: int, count: int, h: int = H, width: int = WIDTH, see
 
 
 def ours(
-    index: Tensor, gate: Gate, given: dict[str, Tensor], transposed: bool, bias: bool, lora: bool, fp8: bool = False
-) -> Tensor:
-    """The experts' function; weights lie as [E, in, out] where transposed, and are frozen where fp8."""
+    index: Tensor, gate: Gate, given: dict[str, Tensor], transposed: bool, bias: bool, lora: bool,
+    compute: Compute = Compute.DTYPE,
+) -> Tensor:  # fmt: skip
+    """The experts' function; weights lie as [E, in, out] where transposed, and are frozen where in 8 bits."""
     weights = [given[name].transpose(1, 2) for name in ("gate_up", "down")]
     if transposed:
         weights = [weight.contiguous() for weight in weights]
     biases = [given["gate_up_bias"], given["down_bias"]] if bias else [None, None]
     low_rank = [LowRank(given["a1"], given["b1"], 0.5), LowRank(given["a2"], given["b2"], 2.0)]
-    codes = (FP8Experts.of(weights[0], True), FP8Experts.of(weights[1], True)) if fp8 else None
+    codes = (coded(weights[0], compute), coded(weights[1], compute)) if compute.is_fp8 else None
     adapters = low_rank if lora else (None, None)
     layer = Experts(weights[0], weights[1], gate, biases[0], biases[1], *adapters, codes)
     sizes = tuple(size for weight in weights for size in weight.shape[1:])
@@ -84,31 +88,42 @@ def token_by_token(index: Tensor, gate: Gate, given: dict[str, Tensor], bias: bo
 
 
 class Rounded(torch.autograd.Function):
-    """x W of operands in 8 bits, with a scale a row of x and a column of W; back, a scale a row of dy and of W."""
+    """x W of operands in 8 bits, with a scale a row of x and a column of W; back, a scale a row of dy and of W. In
+    integers, where there are factors of both, rows are turned, which leaves products as they are."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, factors: tuple[Tensor, Tensor] | None) -> Tensor:
         ctx.save_for_backward(weight)
-        return (in_8_bits(x) @ in_8_bits(weight.t()).t()).to(x.dtype)
+        ctx.factors = None if factors is None else factors[1]
+        return multiplied(x, weight.t(), None if factors is None else factors[0])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return (in_8_bits(dy) @ in_8_bits(ctx.saved_tensors[0]).t()).to(dy.dtype), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return multiplied(dy, ctx.saved_tensors[0], ctx.factors), None, None
 
 
-def in_8_bits(x: Tensor) -> Tensor:
-    """What the codes of x's rows stand for, in float64."""
-    codes, scales = quantise_rows_reference(x)
-    return codes.double() * scales.double()
+def multiplied(x: Tensor, weight: Tensor, factors: Tensor | None) -> Tensor:
+    """x Wᵀ of what the codes of rows stand for, in float64."""
+    if factors is None:
+        operands = quantise_rows_reference(x), quantise_rows_reference(weight)
+    else:
+        operands = quantise_turned_reference(x, factors), quantise_turned_reference(weight, 1 / factors.float())
+    left, right = (codes.double() * scales.double() for codes, scales in operands)
+    return (left @ right.t()).to(x.dtype)
 
 
-def expert_by_expert(index: Tensor, gate: Gate, given: dict[str, Tensor], bias: bool) -> Tensor:
-    """The formula with frozen weights' products in 8 bits."""
+def expert_by_expert(
+    index: Tensor, gate: Gate, given: dict[str, Tensor], bias: bool, factors: dict[str, Any]
+) -> Tensor:
+    """The formula with frozen weights' products in 8 bits; in integers with `factors` by the weight's name."""
     out = torch.zeros_like(given["x"])
     for e in index.unique().tolist():
         tokens, slots = (index == e).nonzero(as_tuple=True)
         x = given["x"][tokens]
-        h = Rounded.apply(x, given["gate_up"][e].t()) + 0.5 * (x @ given["a1"][e].t()) @ given["b1"][e].t()
+        h = (
+            Rounded.apply(x, given["gate_up"][e].t(), factors.get("gate_up"))
+            + 0.5 * (x @ given["a1"][e].t()) @ given["b1"][e].t()
+        )
         h = h + given["gate_up_bias"][e] if bias else h
         if gate.kind == "clamped":
             g, u = h[:, ::2].clamp(max=gate.limit), h[:, 1::2].clamp(-gate.limit, gate.limit) + 1
@@ -118,7 +133,10 @@ def expert_by_expert(index: Tensor, gate: Gate, given: dict[str, Tensor], bias: 
             f = torch.nn.functional
             a = (f.silu(g) if gate.kind == "silu" else f.gelu(g, approximate="tanh")) * u
         w = given["w"][tokens, slots].unsqueeze(1)  # before the product, so that dw is the sum of d ∘ a
-        y = Rounded.apply(w * a, given["down"][e].t()) + 2.0 * (w * a @ given["a2"][e].t()) @ given["b2"][e].t()
+        y = (
+            Rounded.apply(w * a, given["down"][e].t(), factors.get("down"))
+            + 2.0 * (w * a @ given["a2"][e].t()) @ given["b2"][e].t()
+        )
         y = y + w * given["down_bias"][e] if bias else y
         out = out.index_add(0, tokens, y)
     return out
@@ -176,20 +194,26 @@ def test_experts_on_a_gpu(routing: tuple[int, int, int, str], kind: str, dtype: 
     check(routing, kind, dtype, "cuda", 8)
 
 
-def check_in_8_bits(routing: tuple[int, int, int, str], kind: str, dtype: torch.dtype, device: str, size: int) -> None:
+def check_in_8_bits(
+    routing: tuple[int, int, int, str], kind: str, dtype: torch.dtype, device: str, compute: Compute
+) -> None:
     """The same bits twice, within twice the error of the formula on the same operands in 8 bits."""
     tokens, k, count, how = routing
     index, gate = indices(tokens, k, count, how), GATES[kind]
     swapped, errors = kind == "clamped", ThreeWay()
     for seed in range(max(12 if device == "cuda" else 4, (512 if device == "cuda" else 64) // tokens)):
-        given = tensors(tokens, k, count, H * size, WIDTH * size, seed)
-        rounded = {name: (value if name in "xw" else value / size**0.5).to(dtype) for name, value in given.items()}
+        width = 64 if compute is Compute.INT8 else 48
+        given = tensors(tokens, k, count, 64, width, seed)
+        rounded = {name: (value if name in "xw" else value / 8**0.5).to(dtype) for name, value in given.items()}
         frozen = {name: rounded[name] for name in ("gate_up", "down")}
+        factors: dict[str, Any] = {}
+        if compute is Compute.INT8:
+            factors = {name: (column_factors(w), column_factors(w.mT)) for name, w in frozen.items()}
         leaves = {name: value for name, value in rounded.items() if name not in frozen}
         exact, plain = (
             gradients(
-                lambda given, wide=wide, frozen=frozen: expert_by_expert(
-                    index, gate, {**given, **{name: value.to(wide) for name, value in frozen.items()}}, swapped
+                lambda given, wide=wide, frozen=frozen, factors=factors: expert_by_expert(
+                    index, gate, {**given, **{name: value.to(wide) for name, value in frozen.items()}}, swapped, factors
                 ),
                 {name: value.to(wide) for name, value in leaves.items()},
             )
@@ -199,7 +223,7 @@ def check_in_8_bits(routing: tuple[int, int, int, str], kind: str, dtype: torch.
         mine, again = (
             gradients(
                 lambda given, held=held: ours(
-                    index.to(device), gate, {**given, **held}, swapped, bias=swapped, lora=True, fp8=True
+                    index.to(device), gate, {**given, **held}, swapped, bias=swapped, lora=True, compute=compute
                 ),
                 {name: value.to(device) for name, value in leaves.items()},
             )
@@ -212,35 +236,41 @@ def check_in_8_bits(routing: tuple[int, int, int, str], kind: str, dtype: torch.
     errors.check()
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(14)
+@pytest.mark.parametrize("compute", [Compute.FP8_EXACT, Compute.INT8])
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_frozen_experts_in_8_bits(routing: tuple[int, int, int, str], kind: str, nan_memory: None) -> None:
-    check_in_8_bits(routing, kind, torch.bfloat16, "cpu", 8)
+def test_frozen_experts_in_8_bits(
+    routing: tuple[int, int, int, str], kind: str, compute: Compute, nan_memory: None
+) -> None:
+    check_in_8_bits(routing, kind, torch.bfloat16, "cpu", compute)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compute", [Compute.FP8_EXACT, Compute.INT8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_frozen_experts_in_8_bits_on_a_gpu(
-    routing: tuple[int, int, int, str], kind: str, dtype: torch.dtype, nan_memory: None
+    routing: tuple[int, int, int, str], kind: str, dtype: torch.dtype, compute: Compute, nan_memory: None
 ) -> None:
-    check_in_8_bits(routing, kind, dtype, "cuda", 8)
+    check_in_8_bits(routing, kind, dtype, "cuda", compute)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fp8", [False, True])
-def test_experts_never_synchronise_and_fit_a_graph(fp8: bool) -> None:
+@pytest.mark.parametrize("compute", [Compute.DTYPE, Compute.FP8_EXACT, Compute.INT8])
+def test_experts_never_synchronise_and_fit_a_graph(compute: Compute) -> None:
     """One capture, forward and backward, serves other routings: sizes are fixed, offsets are data."""
     index = indices(63, 2, 5, "even").cuda()
-    given = {name: (value * 0.2).to("cuda", torch.bfloat16) for name, value in tensors(63, 2, 5, 64, 40).items()}
-    options = {"transposed": False, "bias": False, "lora": True}
-    leaves = {name: value.requires_grad_() for name, value in given.items() if "bias" not in name}
+    given = {name: (value * 0.2).to("cuda", torch.bfloat16) for name, value in tensors(63, 2, 5, 64, 64).items()}
+    options: dict[str, Any] = {"transposed": False, "bias": False, "lora": True, "compute": compute}
+    frozen = ("gate_up", "down") if compute.is_fp8 else ()
+    leaves = {name: value for name, value in given.items() if "bias" not in name}
+    trained = [value.requires_grad_() for name, value in leaves.items() if name not in frozen]
 
     def run() -> list[Tensor]:
         out = ours(index, GATES["silu"], leaves, **options)
-        return [out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))]
+        return [out, *torch.autograd.grad(out.float().square().sum(), trained)]
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.kernels import grouped_gemm
-from pronghorn.kernels.grouped_fp8 import FP8Experts, choose_fp8
+from pronghorn.kernels.grouped_fp8 import CodedExperts, choose_fp8
 from pronghorn.kernels.grouped_gemm import uses_tma
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import TrainSetup, resting_bytes, width_of, working_bytes
@@ -48,7 +48,7 @@ def loss_of(model: Any) -> float:
 def test_codes_stand_for_the_weights_in_both_layouts(dtype: torch.dtype, transposed: bool) -> None:
     weight = torch.randn(3, 48, 33).to(dtype)
     weight[1] = 0
-    made = FP8Experts.of(weight.mT.contiguous().mT if transposed else weight, False)
+    made = CodedExperts.of(weight.mT.contiguous().mT if transposed else weight, False)
     assert (made.forward.codes.shape, made.backward.codes.shape) == ((3, 33, 48), (3, 48, 33))
     for back in (made.forward.dequantise().mT, made.backward.dequantise()):
         assert ((back - weight.float()).abs() <= weight.float().abs() * 2**-4 + 1e-4 * weight.abs().max()).all()

@@ -145,7 +145,7 @@ def _in_8_bits(model: Any, compute: str, experts: bool) -> Iterator[None]:
     layers = FusedLayers(base.base_model, family_of(base.config), "auto", Compute.of(compute))
     with (
         quantised_products(layers.fp8_products(torch.bfloat16)),
-        quantised_experts(layers.fp8_experts(torch.bfloat16) if experts else [], Compute.of(compute).forward_in_fp8),
+        quantised_experts(layers.fp8_experts(torch.bfloat16) if experts else [], Compute.of(compute).rule),
     ):
         yield
 

@@ -19,8 +19,10 @@ from pronghorn.kernels import (
     moe_rows,
     mxfp4,
 )
+from pronghorn.kernels.int8 import quantise_turned_reference
 from pronghorn.kernels.quantise import RowCodes, quantise_rows_reference
 from pronghorn.parity.quantised import fast_sums
+from pronghorn.precision.int8 import column_factors
 from support.codes_checks import assert_codes, same, spoilt
 from support.interpreted import begin
 from support.kernel_checks import Kernels, References, compare, random, written
@@ -172,6 +174,17 @@ def check_mxfp4(device: str, dtype: torch.dtype) -> None:
 
 def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
     """Products of the same codes: exact ones are float64's, plain ones as tensor cores sum, rounded to the dtype."""
+    sizes = ((144, 130), (33, 3)) if device == "cpu" else ((64, 16), (256, 272), (160, 144), (33, 3))
+    check_grouped_codes(device, dtype, sizes, integers=False)
+
+
+def check_grouped_integers(device: str, dtype: torch.dtype) -> None:
+    """The same of integers of turned rows, whose sums are exact."""
+    sizes = ((64, 3), (192, 130)) if device == "cpu" else ((64, 16), (256, 272), (192, 144), (2880, 33))
+    check_grouped_codes(device, dtype, sizes, integers=True)
+
+
+def check_grouped_codes(device: str, dtype: torch.dtype, sizes: tuple[tuple[int, int], ...], integers: bool) -> None:
     if dtype is torch.float32 and device == "cuda":
         return  # results have 16 bits
     copies = device == "cpu" or grouped_gemm.uses_tma(torch.device(device))
@@ -180,11 +193,12 @@ def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
         offsets, _, *both = (part.to(device) for part in moe_route.route_reference(index, experts))
         offsets = torch.cat([offsets.new_full((1,), 10**6), offsets])[1:]  # what lies before isn't read
         rows = moe_rows.Rows(both[0], both[2])
-        for depth, columns in ((144, 130), (33, 3)) if device == "cpu" else ((64, 16), (256, 272), (160, 144), (33, 3)):
+        for depth, columns in sizes:
             x = random(tokens, depth, device=device, dtype=dtype, seed=1)
             weight = random(experts, columns, depth, device=device, dtype=dtype, seed=2)
-            side = grouped_fp8.Codes.of(weight if columns % 2 else weight.mT.contiguous().mT)
-            codes, scales = quantise_rows_reference(x)
+            of_columns = column_factors(weight) if integers else None
+            side = grouped_fp8.Codes.of(weight if columns % 2 else weight.mT.contiguous().mT, of_columns)
+            codes, scales = quantise_turned_reference(x, of_columns) if integers else quantise_rows_reference(x)
             picked = codes.view(torch.uint8)[rows.tokens.long()].view(codes.dtype), scales[rows.tokens.long()]
             sums, fast, factors = [], [], []
             for e, start, end in grouped_gemm.groups_of(offsets):
@@ -194,7 +208,8 @@ def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
                 factors.append(picked[1][start:end] * side.scales[e])
             factor = torch.cat(factors)
             exact = torch.cat(sums) * factor.double()
-            for exactly, plain in ((False, torch.cat(fast) * factor), (True, exact)):
+            summed = (True, exact), *([] if integers else [(False, torch.cat(fast) * factor)])
+            for exactly, plain in summed:
                 for given, order, tma in (
                     ((codes, scales), rows.tokens, False),
                     (picked, None, False),
@@ -203,7 +218,7 @@ def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
                     options = order, dtype, exactly, tma
                     ours = grouped_fp8.multiply_codes_triton(*given, side, offsets, *options)
                     assert ours.dtype is dtype
-                    name = f"8 bits, {depth} to {columns}, exact {exactly}, tma {tma}"
+                    name = f"8 bits, {depth} to {columns}, integers {integers}, exact {exactly}, tma {tma}"
                     assert_three_way(name, ours, plain.to(dtype), exact)
                 again = grouped_fp8.multiply_codes_reference(*picked, side, offsets, None, dtype)
                 assert_three_way("8 bits, plain torch", again, plain.to(dtype), exact)
@@ -262,10 +277,12 @@ CHECKS = {
     "grouped_gemm": check_grouped_gemm,
     "mxfp4": check_mxfp4,
     "grouped_fp8": check_grouped_fp8,
+    "grouped_integers": check_grouped_integers,
 }
 
 if __name__ == "__main__":
     begin()
     for name, check in CHECKS.items():
-        check("cpu", torch.float16 if name in ("grouped_gemm", "mxfp4", "grouped_fp8") else torch.float32)
+        products = ("grouped_gemm", "mxfp4", "grouped_fp8", "grouped_integers")
+        check("cpu", torch.float16 if name in products else torch.float32)
         print(name, "ok", flush=True)

@@ -71,7 +71,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     coded, expert_products = run.fp8_products(run.model), 2 * len(run.fp8_experts(run.model))
     in_8_bits = len(coded) + expert_products
     of_forward = sum(rule.forward is not Numbers.DTYPE for _, rule in coded)
-    of_forward += expert_products * subject.compute.forward_in_fp8
+    of_forward += expert_products * subject.compute.forward_in_8_bits
     before = None if run.routed else References.run(run, wide, say, in_8_bits > 0, Guides())
     say("attached")
     subject.attach(run.model)

@@ -168,8 +168,7 @@ class Run:
     def _in_8_bits(self, model: Any, wanted: bool = True) -> Iterator[None]:
         """Let the model multiply in 8 bits what the attached one does, if that is wanted, while the block runs."""
         products, experts = (self.fp8_products(model), self.fp8_experts(model)) if wanted else ([], [])
-        forward = self.subject.compute.forward_in_fp8
-        with quantised_products(products), quantised_experts(experts, forward):
+        with quantised_products(products), quantised_experts(experts, self.subject.compute.rule):
             yield
 
     def product_distances(self) -> list[Distance]:

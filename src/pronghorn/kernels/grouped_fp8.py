@@ -2,13 +2,16 @@
 
     y_i  = s_i · (codes_{x, i} codes_{W, e(i)}ᵀ) · s_{W, e(i)}        x ≈ codes_x · s_x, W ≈ codes_W · s_W, by rows
 
+Codes are e4m3 (`kernels.quantise`), or 8-bit integers of turned rows (`kernels.int8`): of x · f and of W / f, with one
+f a layout for all experts.
+
 W lies in two layouts, quantised each by itself: [E, N, K] for x W with a scale for each of N columns of y, and
 [E, K, N] for dy Wᵀ with a scale for each of K columns of dx. So tokens are quantised once, whatever experts they go to,
 and not each of their rows; both layouts are read along the sum, as tensor cores of 8 bits need it.
 
 Besides the plain way there is a Triton kernel. On Hopper TMA fetches its tiles, but for those of tokens' rows, which it
 reads in place. Torch's `scaled_grouped_mm` takes up to half as long again, for exact sums up to 3.7
-times as long. Formats: `kernels.quantise`.
+times as long.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of, tile_of, uses_tma
+from pronghorn.kernels.int8 import quantise_turned
 from pronghorn.kernels.launch import TensorDescriptor, cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows
@@ -33,28 +37,40 @@ class Codes:
     """The weights of all experts in one layout."""
 
     codes: Tensor
-    """e4m3 [E, N, K]."""
+    """[E, N, K]: e4m3, or integers where there are factors."""
     scales: Tensor
     """float32 [E, N]."""
+    factors: Tensor | None = None
+    """f [K] in the dtype of the rows that they multiply."""
 
     @classmethod
-    def of(cls, weight: Tensor) -> Codes:
-        """Quantise W [E, N, K], any strides, by its last dimension; an expert at a time, which is copied."""
-        codes = torch.empty(weight.shape, dtype=DTYPE, device=weight.device)
+    def of(cls, weight: Tensor, factors: Tensor | None = None) -> Codes:
+        """Quantise W [E, N, K], any strides, by its last dimension; an expert at a time, which is copied.
+
+        Args:
+            factors: f [K], of all experts' columns, for integers of turned rows; None for e4m3.
+        """
+        codes = torch.empty(weight.shape, dtype=DTYPE if factors is None else torch.int8, device=weight.device)
         scales = torch.empty(weight.shape[:2], device=weight.device)
+        inverse = None if factors is None else 1 / factors.float()
         for dense, made, by in zip(weight.detach(), codes, scales, strict=True):
-            rows, factors = quantise_rows(dense.contiguous())
+            dense = dense.contiguous()
+            rows, of_rows = quantise_rows(dense) if inverse is None else quantise_turned(dense, inverse)
             made.copy_(rows)
-            by.copy_(factors.squeeze(1))
-        return cls(codes, scales)
+            by.copy_(of_rows.squeeze(1))
+        return cls(codes, scales, factors)
+
+    def of_rows(self, x: Tensor) -> RowCodes:
+        """Quantise x [T, K] as these codes multiply it."""
+        return quantise_rows(x) if self.factors is None else quantise_turned(x, self.factors)
 
     def dequantise(self) -> Tensor:
-        """Return codes · s in float32 [E, N, K]."""
+        """Return codes · s in float32 [E, N, K], of integers turned as they are."""
         return self.codes.float() * self.scales[:, :, None]
 
 
 @dataclass(frozen=True, eq=False)
-class FP8Experts:
+class CodedExperts:
     """W [E, K, N] in 8 bits, in the layouts of both products: two bytes a number, and 4 · (N + K) an expert."""
 
     forward: Codes | None
@@ -62,11 +78,11 @@ class FP8Experts:
     backward: Codes
     """[E, K, N], with K scales an expert."""
     exact: bool
-    """Sums in float32 all the way, where the tensor cores' own sums keep some 14 bits."""
+    """Sums of e4m3 in float32 all the way, where the tensor cores' own sums keep some 14 bits."""
 
     @classmethod
-    def of(cls, weight: Tensor, exact: bool, forward: bool = True) -> FP8Experts:
-        """Quantise W [E, K, N], any strides, for both products or for the input gradient's alone."""
+    def of(cls, weight: Tensor, exact: bool, forward: bool = True) -> CodedExperts:
+        """Quantise W [E, K, N], any strides, to e4m3, for both products or for the input gradient's alone."""
         return cls(Codes.of(weight.mT) if forward else None, Codes.of(weight), exact)
 
     def side(self, transposed: bool) -> Codes | None:
@@ -89,12 +105,13 @@ def choose_fp8(device: torch.device, sizes: tuple[int, ...]) -> tuple[Way, str]:
     return "triton", "TMA fetches tiles; those of tokens' rows are read in place"
 
 
-def fp8_tile(columns: int, device: torch.device, exact: bool = False) -> Tile:
+def fp8_tile(columns: int, device: torch.device, exact: bool = False, integers: bool = False) -> Tile:
     """Return the tile of a product in 8 bits, larger where a block may have 200 KB of shared memory (H100, B200).
 
-    Exact sums need as many registers again: their tile stays narrow, and two programs share a multiprocessor.
+    Exact sums need as many registers again: their tile stays narrow, and two programs share a multiprocessor. So does
+    that of integers, as in `int8.TILE`.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not integers:
         properties: Any = torch.cuda.get_device_properties(device)
         if properties.shared_memory_per_block_optin >= 200 * 1024:
             return Tile(128, 128, 128, 4, 3) if exact or columns <= 128 else Tile(128, 256, 128, 8, 4)
@@ -103,8 +120,8 @@ def fp8_tile(columns: int, device: torch.device, exact: bool = False) -> Tile:
 
 @triton.jit
 def _multiply_codes(
-    x,  # e4m3 [S, K], or [T, K] with GATHER: its descriptor with TMA, else where it lies
-    w,  # e4m3 [E · N, K], the same
+    x,  # codes [S, K], or [T, K] with GATHER: its descriptor with TMA, else where it lies
+    w,  # codes [E · N, K], the same
     x_scales_ptr,  # float32 [S], or [T] with GATHER
     w_scales_ptr,  # float32 [E, N]
     y_ptr,  # [S, N]
@@ -112,7 +129,7 @@ def _multiply_codes(
     rows_ptr,  # int32 [S]; read with GATHER only
     N, K,
     E: tl.constexpr, EXPERTS: tl.constexpr, TMA: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    EXACT: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of y, of one expert's rows."""
     across = tl.cdiv(N, COLS)
@@ -130,7 +147,7 @@ def _multiply_codes(
         if not TMA:
             left_ptr = x + source.to(tl.int64)[:, None] * K + depth[None, :]
             right_ptr = w + of_w[None, :] * K + depth[:, None]
-        total = tl.zeros((ROWS, COLS), tl.float32)
+        total = tl.zeros((ROWS, COLS), tl.int32 if INTEGERS else tl.float32)
         for k in range(0, K, DEPTH):
             if TMA:  # zeros past K
                 left, right = x.load([start, k]), w.load([expert * N + first, k]).T
@@ -142,13 +159,16 @@ def _multiply_codes(
                     right = tl.load(right_ptr, mask=(depth < K - k)[:, None], other=0.0)
                 left_ptr += DEPTH
                 right_ptr += DEPTH
-            if EXACT:  # the tensor cores add up one step only: their own sums keep too few bits
+            if INTEGERS:
+                total = tl.dot(left, right, total, input_precision="ieee", out_dtype=tl.int32)
+            elif EXACT:  # the tensor cores add up one step only: their own sums keep too few bits
                 total = tl.dot(left, right, total, input_precision="ieee", max_num_imprecise_acc=DEPTH)
             else:
                 total = tl.dot(left, right, total, input_precision="ieee")
-        total *= tl.load(x_scales_ptr + source)[:, None] * tl.load(w_scales_ptr + of_w)[None, :]
+        scales = tl.load(x_scales_ptr + source)[:, None] * tl.load(w_scales_ptr + of_w)[None, :]
         y = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
-        tl.store(y, total.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < N)[None, :])
+        found = (total.to(tl.float32) * scales).to(y_ptr.dtype.element_ty)
+        tl.store(y, found, mask=(rows < end)[:, None] & (cols < N)[None, :])
 
 
 def multiply_codes_triton(
@@ -158,10 +178,11 @@ def multiply_codes_triton(
     """Do what `multiply_codes_reference` does, by its Triton kernel, whose tiles TMA fetches if `tma`.
 
     Args:
-        exact: sums in float32 all the way.
+        exact: sums of e4m3 in float32 all the way; those of integers are always exact.
     """
     experts, columns, depth = weight.codes.shape
-    tile = fp8_tile(columns, codes.device, exact)
+    integers = weight.factors is not None
+    tile = fp8_tile(columns, codes.device, exact, integers)
     y = torch.empty(len(codes) if rows is None else len(rows), columns, dtype=dtype, device=codes.device)
     if not len(y):
         return y
@@ -174,7 +195,7 @@ def multiply_codes_triton(
         _multiply_codes, ((cdiv(len(y), tile.rows) + experts) * cdiv(columns, tile.cols),),
         x, w, scales, weight.scales, y, offsets, offsets if rows is None else rows, columns, depth,
         E=experts, EXPERTS=next_power_of_2(experts), TMA=tma, GATHER=rows is not None,
-        WHOLE=depth % tile.depth == 0, EXACT=exact,
+        WHOLE=depth % tile.depth == 0, EXACT=exact, INTEGERS=integers,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -183,23 +204,25 @@ def multiply_codes_triton(
 def multiply_codes_reference(
     codes: Tensor, scales: Tensor, weight: Codes, offsets: Tensor, rows: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply rows in 8 bits by their expert's weight, in plain torch.
+    """Multiply rows in 8 bits by their expert's weight, in plain torch; of integers in float64, since their sums go
+    beyond float32's 2^24.
 
     Args:
-        codes, scales: e4m3 [T, K] and float32 [T, 1], as `quantise_rows` returns them.
+        codes, scales: [T, K] and float32 [T, 1], as `Codes.of_rows` returns them.
         offsets, rows: as `grouped_gemm.multiply`'s; of the rows the tokens.
         dtype: of the result [S, N].
     """
-    x = codes.float() * scales
+    wide = torch.float32 if weight.factors is None else torch.float64
+    x = codes.to(wide) * scales
     x = x if rows is None else x[rows]
     y = torch.empty(len(x), weight.codes.shape[1], dtype=dtype, device=x.device)
     for e, start, end in groups_of(offsets):
-        y[start:end] = x[start:end] @ (weight.codes[e].float() * weight.scales[e][:, None]).t()
+        y[start:end] = (x[start:end] @ (weight.codes[e].to(wide) * weight.scales[e][:, None]).t()).to(dtype)
     return y
 
 
-def multiply_fp8(
-    x: Tensor | RowCodes, weight: FP8Experts, offsets: Tensor, dtype: torch.dtype, rows: Rows | None = None,
+def multiply_coded(
+    x: Tensor | RowCodes, weight: CodedExperts, offsets: Tensor, dtype: torch.dtype, rows: Rows | None = None,
     transposed: bool = False,
 ) -> Tensor:  # fmt: skip
     """Multiply rows by their expert's weight in 8 bits: x W_e [S, N]; transposed, of dy: dy W_eᵀ [S, K].
@@ -209,9 +232,9 @@ def multiply_fp8(
         offsets, rows: as `grouped_gemm.multiply`'s.
         dtype: of the result.
     """
-    codes, scales = x if isinstance(x, RowCodes) else quantise_rows(x)
     side, tokens = weight.side(transposed), None if rows is None else rows.tokens
     assert side is not None
+    codes, scales = x if isinstance(x, RowCodes) else side.of_rows(x)
     if not codes.is_cuda:
         return multiply_codes_reference(codes, scales, side, offsets, tokens, dtype)
     tma = tokens is None and codes.shape[1] % MULTIPLE == 0 and uses_tma(codes.device)

@@ -225,7 +225,7 @@ class LayerBuilder:
             return None
         outer = layer.get_submodule(block.path(block.kind.experts))
         storage = next(each for each in self.experts(layer) if each.outer is outer)
-        wanted = computed_here(storage.module) and storage.reason(dtype) is None
+        wanted = computed_here(storage.module) and storage.reason(dtype, self.compute) is None
         return storage.codes(self.compute) if wanted else None
 
     def _storage(self, layer: Any, block: ResidualBlock, group: tuple[str, ...]) -> GroupStorage:

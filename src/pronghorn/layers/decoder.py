@@ -198,15 +198,16 @@ class FusedLayers:
                     return f"{type(layer).__name__} has another forward than transformers'"
                 if not computed_here(storage.module):
                     return "they go transformers' way"
-                if (reason := storage.reason(dtype)) is not None:
+                if (reason := storage.reason(dtype, self.builder.compute)) is not None:
                     return reason
         return None
 
     def fp8_experts(self, dtype: torch.dtype) -> list[nn.Module]:
         """List the experts whose weights can multiply in 8 bits in a packed forward in `dtype`, if 8 bits are asked
         for; the model needn't be attached."""
-        storages = [each for layer in self.backbone.layers for each in self.builder.experts(layer)]
-        return [each.module for each in storages if self.builder.compute.is_fp8 and each.reason(dtype) is None]
+        compute = self.builder.compute
+        storages = [each for layer in self.backbone.layers for each in self.builder.experts(layer) if compute.is_fp8]
+        return [each.module for each in storages if each.reason(dtype, compute) is None]
 
     def fp8_products(self, dtype: torch.dtype) -> list[tuple[list[nn.Module], Rule]]:
         """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not, with

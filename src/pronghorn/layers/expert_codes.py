@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.families.spec import Experts
-from pronghorn.kernels.grouped_fp8 import FP8Experts
+from pronghorn.kernels.grouped_fp8 import CodedExperts, Codes
+from pronghorn.kernels.int8 import GROUP
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.linears import merged_into
 from pronghorn.parallel.sharded import IN_BUFFER
 from pronghorn.precision.compute import Compute
+from pronghorn.precision.int8 import column_factors
 
 _LENT = "_pronghorn_codes"
 """The attribute of an experts module that holds its `LentCodes` during a call."""
@@ -32,7 +34,7 @@ class LentCodes:
 
     module: nn.Module
     weights: tuple[Tensor, ...]
-    codes: tuple[FP8Experts, FP8Experts]
+    codes: tuple[CodedExperts, CodedExperts]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -44,11 +46,19 @@ class LentCodes:
             del self.module.__dict__[_LENT]
 
 
-def codes_for(module: nn.Module, *weights: Tensor) -> tuple[FP8Experts, FP8Experts] | None:
+def codes_for(module: nn.Module, *weights: Tensor) -> tuple[CodedExperts, CodedExperts] | None:
     """Return the codes that experts are lent, if they stand for the very weights that are about to be multiplied."""
     lent: LentCodes | None = module.__dict__.get(_LENT)
     same = lent is not None and all(a is b for a, b in zip(lent.weights, weights, strict=True))
     return lent.codes if lent is not None and same else None
+
+
+def coded(weight: Tensor, compute: Compute) -> CodedExperts:
+    """Quantise W [E, K, N], any strides, for the products that `compute` has in 8 bits."""
+    if compute is Compute.INT8:
+        forward, backward = (Codes.of(side, column_factors(side.detach())) for side in (weight.mT, weight))
+        return CodedExperts(forward, backward, exact=False)
+    return CodedExperts.of(weight, compute is Compute.FP8_EXACT, compute.forward_in_fp8)
 
 
 class ExpertStorage:
@@ -71,8 +81,8 @@ class ExpertStorage:
         """Return a storage without codes of the copied experts."""
         return ExpertStorage(copy.deepcopy(self.outer, memo), self._kind)
 
-    def reason(self, dtype: torch.dtype) -> str | None:
-        """Say why these experts don't multiply in 8 bits where products are in `dtype`, or None."""
+    def reason(self, dtype: torch.dtype, compute: Compute) -> str | None:
+        """Say why these experts don't multiply in the 8 bits of `compute` where products are in `dtype`, or None."""
         weights = [self.module._parameters.get(name) for name in (self._kind.gate_up, self._kind.down)]
         for weight in weights:
             if weight is None or weight.dim() != 3:
@@ -85,6 +95,9 @@ class ExpertStorage:
                 return "processes share their weights"
             if weight.dtype is not dtype or dtype.itemsize != 2:
                 return f"their weights are {str(weight.dtype).removeprefix('torch.')}"
+            if compute is Compute.INT8 and any(size % GROUP for size in weight.shape[1:]):
+                sizes = " x ".join(map(str, weight.shape[1:]))
+                return f"their weights are {sizes}, and integers of turned rows need multiples of {GROUP}"
         return None
 
     def codes(self, compute: Compute) -> LentCodes:
@@ -93,10 +106,7 @@ class ExpertStorage:
             self._made = None  # freed before the others are made
             weights = tuple(getattr(self.module, name) for name in (self._kind.gate_up, self._kind.down))
             transposed: Any = self.module.is_transposed
-            gate_up, down = (
-                FP8Experts.of(weight if transposed else weight.mT, compute is Compute.FP8_EXACT, compute.forward_in_fp8)
-                for weight in weights
-            )
+            gate_up, down = (coded(weight if transposed else weight.mT, compute) for weight in weights)
             self._made = self._state(), LentCodes(self.module, weights, (gate_up, down))
         return self._made[1]
 

@@ -76,11 +76,13 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         else:
             weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
     if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives
+        both = setup.expert_forward_in_8_bits
         for layer in dims.layers:
             if experts := layer.experts:
                 columns = layer.hidden + experts.width
-                columns += setup.fp8_forward * (layer.hidden + 2 * experts.width)
-                weights += (1 + setup.fp8_forward) * layer.expert_weights + 4 * experts.count * columns
+                columns += both * (layer.hidden + 2 * experts.width)
+                weights += (1 + both) * layer.expert_weights + 4 * experts.count * columns
+                weights += setup.int8 * b * (2 * layer.hidden + 3 * experts.width)  # factors of what goes in
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():
@@ -277,8 +279,9 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     if layer.experts:
         scratch = 0 if setup.expert_bytes is None else min(SCRATCH, 2 * b * layer.expert_weights // 3)
         quantised = 2 * i + 4 * layer.experts.chosen if setup.fp8_experts else 0  # d(gate·up)
-        rows = max(b * layer.experts.chosen * h, b * i)
-        return summed + t * (h * (setup.stream_bytes + b) + b * 2 * i + quantised + rows) + scratch
+        # integers are made when the activation is gone
+        rows = max(quantised + b * layer.experts.chosen * h, b * i + (0 if setup.int8 else quantised))
+        return summed + t * (h * (setup.stream_bytes + b) + b * 2 * i + rows) + scratch
     # in 8 bits down's operand may be the stream's gradient itself
     operand = 0 if setup.fp8 and not layer.norms_after and setup.stream_bytes == b else t * h * b
     found = summed + t * h * setup.stream_bytes + products_bytes(i, layer, setup, t, operand)

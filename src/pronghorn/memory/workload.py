@@ -70,7 +70,7 @@ class TrainSetup:
     """With `fp8`: linears multiply in 8-bit integers, with codes of their own for either product, but for the forward
     of what mixes tokens takes first (`in_integers`)."""
     fp8_experts: bool = False
-    """Frozen experts multiply as frozen linears do with `fp8`."""
+    """Frozen experts multiply as frozen linears do with `fp8`; with `int8` in integers both ways."""
     expert_bytes: float | None = None
     """Bytes of a number of experts' frozen weights where these are packed."""
     linear_bytes: float | None = None
@@ -132,6 +132,11 @@ class TrainSetup:
     def forward_in_fp8(self) -> bool:
         """Whether the forward's products of all frozen linears are in 8 bits."""
         return self.fp8 and self.fp8_forward
+
+    @property
+    def expert_forward_in_8_bits(self) -> bool:
+        """Whether the forward's products of frozen experts are in 8 bits."""
+        return self.fp8_experts and (self.fp8_forward or self.int8)
 
     @property
     def can_graph(self) -> bool:

@@ -73,8 +73,8 @@ class ExpertLayers:
         adapted = list(wrappers(self.model))
         if compute.is_fp8 and self._fold_reason(adapted) is None:
             way, why_fp8 = choose_fp8(weights(module)[0].device, _sizes(module))
-            in_fp8 = f"products in FP8 by {way}"
-            if compute.forward_in_fp8:
+            in_fp8 = f"products in {'8-bit integers' if compute is Compute.INT8 else 'FP8'} by {way}"
+            if compute.forward_in_8_bits:
                 products, why = in_fp8, why_fp8
             else:
                 products, why = f"forward {products}, input gradients' {in_fp8}", f"{why}; in FP8: {why_fp8}"

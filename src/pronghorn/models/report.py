@@ -213,7 +213,8 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained{gates}"
     if handle.experts is not None:
         apart = _experts_in_fp8(handle, autocast)
-        path = f"{path} (experts apart: {apart})" if apart else f"{path}, experts too"
+        too = "; experts both ways" if compute is Compute.INT8 else ", experts too"
+        path = f"{path} (experts apart: {apart})" if apart else f"{path}{too}"
     unfused = layers.reason(autocast)
     if unfused is not None:
         path = f"the model's dtype in blocks that aren't fused; in others {path}"

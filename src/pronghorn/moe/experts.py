@@ -9,7 +9,8 @@ computed again, and y is not needed (`kernels.moe_glu`). LoRA is two thin produc
 nor a dense dW is ever made, and adapters get gradients in their own dtype. An expert without rows gets zeros.
 
 In 8 bits (`Experts.codes`) x W1, a W2 and their input gradients multiply quantised rows by W's codes; all else is as
-above, of the same rows before they were quantised.
+above, of the same rows before they were quantised. The kernel that makes dh writes its e4m3 codes; those of integers
+are of turned rows, and made of dh by a pass of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels import moe_glu
-from pronghorn.kernels.grouped_fp8 import FP8Experts, multiply_fp8
+from pronghorn.kernels.grouped_fp8 import CodedExperts, multiply_coded
 from pronghorn.kernels.grouped_gemm import Way, multiply, outer
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.moe_rows import Rows, combine
@@ -60,7 +61,7 @@ class Experts:
     """[E, H]."""
     gate_up_lora: LowRank | None = None
     down_lora: LowRank | None = None
-    codes: tuple[FP8Experts, FP8Experts] | None = None
+    codes: tuple[CodedExperts, CodedExperts] | None = None
     """Both weights in 8 bits, which are multiplied instead; the weights are frozen then."""
 
 
@@ -94,25 +95,26 @@ class _Product:
     scale: float
     offsets: Tensor
     way: Way
-    codes: FP8Experts | None
+    codes: CodedExperts | None
 
     @property
     def thin(self) -> Way:
         """The way of products with a rank: grouped_mm can neither add to a result nor gather nor give float32."""
         return "triton" if self.way == "torch" else self.way
 
-    def in_8_bits(self, transposed: bool) -> bool:
-        """Say whether x W, or dy Wᵀ if `transposed`, multiplies codes."""
-        return self.codes is not None and self.codes.side(transposed) is not None
+    @property
+    def in_e4m3(self) -> bool:
+        """Whether dy Wᵀ multiplies codes in e4m3."""
+        return self.codes is not None and self.codes.backward.factors is None
 
     def multiply(
         self, x: Tensor, rows: Rows | None = None, transposed: bool = False, codes: RowCodes | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return (y, x Aᵀ); transposed, of dy: (dx, dy B). Codes: x's, if they are there."""
         with part(PRODUCTS):
-            if self.codes is not None and self.in_8_bits(transposed):
+            if self.codes is not None and self.codes.side(transposed) is not None:
                 given = x if codes is None else codes
-                y = multiply_fp8(given, self.codes, self.offsets, self.dtype, rows, transposed)
+                y = multiply_coded(given, self.codes, self.offsets, self.dtype, rows, transposed)
             elif isinstance(self.weight, PackedExperts):
                 y = multiply_packed(x, self.weight, self.offsets, rows, transposed)
             else:
@@ -162,7 +164,7 @@ class _Product:
 
 
 def _products(
-    x: Tensor, options: tuple[Gate, Way, list[float], Sequence[FP8Experts | None]], tensors: Sequence[Any]
+    x: Tensor, options: tuple[Gate, Way, list[float], Sequence[CodedExperts | None]], tensors: Sequence[Any]
 ) -> tuple[Routing, _Product, _Product, Tensor | None, Tensor | None]:
     """Return (routing, gate and up, down, their biases), from what the function is given."""
     _, way, scales, codes = options
@@ -195,7 +197,7 @@ class _Experts(torch.autograd.Function):
 
         # d = dy W2ᵀ, not weighted, and from it dh and dw (`kernels.moe_glu`); b2's part of dw
         d, dyb = down.multiply(dy, rows, transposed=True)
-        codes = RowCodes.like(h) if gate_up.in_8_bits(transposed=True) else None
+        codes = RowCodes.like(h) if gate_up.in_e4m3 else None
         more = b1, routing.experts, needs[3] or needs[4], codes
         dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], *more)
         if b2 is not None:

@@ -131,16 +131,21 @@ class _MultiplyTurned(torch.autograd.Function):
         return multiplied_turned(torch.cat(dys, 1), weight.t().contiguous()), None, None
 
 
-def multiplied_turned(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x Wᵀ [T, N] of x [T, K] and W [N, K] by 8-bit integers of turned rows."""
+def multiplied_turned(x: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ [T, N] of x [T, K] and W [N, K] by 8-bit integers of turned rows, with W's own factors or those
+    given."""
     with torch.autocast(x.device.type, enabled=False):
-        left, right, factors = turned_operands(x, weight)
+        left, right, factors = turned_operands(x, weight, factors)
         return ((left @ right.t()) * factors).to(x.dtype)
 
 
-def turned_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes of x [T, K] and of W [N, K] in float32, and what their product is multiplied by [T, N]."""
-    factors = column_factors(weight)
+def turned_operands(x: Tensor, weight: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes of x [T, K] and of W [N, K] in float32, and what their product is multiplied by [T, N].
+
+    Args:
+        factors: of columns [K]; None for W's own.
+    """
+    factors = column_factors(weight) if factors is None else factors
     codes, scales = quantise_turned_reference(x, factors)
     of_weight, weight_scales = quantise_turned_reference(weight, 1 / factors.float())
     return codes.float(), of_weight.float(), scales * weight_scales.t()

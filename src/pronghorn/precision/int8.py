@@ -57,8 +57,8 @@ def whole_weight(weights: Sequence[Any], dtype: torch.dtype) -> Tensor:
 
 
 def column_factors(weight: Tensor) -> Tensor:
-    """Return the factors [K] of a weight [N, K], in its dtype."""
-    lengths = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32)
+    """Return the factors [K] of a weight [N, K], or of all experts' [E, N, K], in its dtype."""
+    lengths = torch.linalg.vector_norm(weight, dim=tuple(range(weight.dim() - 1)), dtype=torch.float32)
     factors = (lengths / lengths.amax().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=LEAST)
     return factors.to(weight.dtype)
 
