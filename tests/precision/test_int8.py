@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.precision.compute import Compute, Numbers
 from pronghorn.precision.int8 import Int8Source, TurnedWeight, WrittenInt8Source
-from pronghorn.precision.source import Activation, LowRankGrad
+from pronghorn.precision.source import Activation, DenseSource, LowRankGrad
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import loss_and_gradients, with_adapters
 from support.tiny import in_4_bits, packed_row, tiny_model
@@ -104,20 +105,25 @@ def test_weights_in_4_bits_give_the_codes_of_what_they_stand_for(block: int) -> 
         assert torch.equal(source.forward(Activation(x), None), Int8Source(want).forward(Activation(x), None))
 
 
-def test_a_model_in_4_bits_multiplies_integers_and_keeps_none() -> None:
+@pytest.mark.parametrize("once", [False, True])
+def test_a_model_in_4_bits_multiplies_integers(once: bool) -> None:
     model = with_adapters(in_4_bits(tiny_model("llama", intermediate_size=128).bfloat16()))
     batch, dims = packed_row(LENGTHS, ROW), dims_of(model)
     attach(model, Plan.keep(), layers="fused")
     plain = resting_bytes(dims, setup_of(model, ROW, None))["weights"]
-    handle = attached(model)
+    handle = attach(model, replace(Plan.keep(), written_once=once), layers="fused", compute=COMPUTE)
     loss, found = loss_and_gradients(model, batch)
     held, products = 0, handle.layers.fp8_products(torch.bfloat16)
     for linear in handle.layers.linears():
         sources = [each for each in (linear.source.plain, linear.source.coded) if isinstance(each, Int8Source)]
-        assert all(type(each) is WrittenInt8Source and each.weight.codes is None for each in sources)
+        assert [each.weight.codes is None for each in sources] == [not once] * len(sources)
         assert all(each.excess <= 1 for each in compared_products(linear, "product", fast=True))
-        held += sum(each.weight.factors.nbytes + each.weight.scales.nbytes for each in sources)
-    assert held == resting_bytes(dims, setup_of(model, ROW, None))["weights"] - plain > 0
+        held += sum(tensor.nbytes for each in sources for tensor in each.weight if tensor is not None)
+        if once and isinstance(linear.source.plain, DenseSource):
+            held += linear.source.plain.storage.nbytes
+    setup = replace(setup_of(model, ROW, None), written_out="once" if once else "each")
+    assert held == resting_bytes(dims, setup)["weights"] - plain > 0
+    assert setup.writes_forward is setup.writes_backward is not once
     handle.detach()
     with quantised_products(products):
         _, right = one_document_at_a_time(model, batch)

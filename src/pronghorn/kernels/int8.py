@@ -52,9 +52,12 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
+    Setting(1024, 16, 4, 4, 4),
     Setting(2048, 32, 4, 4, 8),
+    Setting(3072, 16, 4, 4, 8),
     Setting(4096, 64, 2, 4, 8),
     Setting(8192, 32, 4, 4, 4),
+    Setting(12288, 64, 1, 4, 8),
     Setting(16384, 256, 1, 8, 2),
     Setting(32768, 256, 1, 16, 2),
     Setting(math.inf, 64, 1, 4, 64, passes=2),

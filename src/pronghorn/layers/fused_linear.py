@@ -51,7 +51,7 @@ class FusedLinear:
         rule: in what a frozen weight multiplies.
         exact: 8-bit floats are summed exactly.
         codes_written: 8-bit codes of 16-bit weights are written out for each product, and none kept.
-        written_once: weights in few bits, and not their codes, are kept as they are written out.
+        written_once: weights in few bits are kept as they are written out, as integers too, but not as codes in e4m3.
     """
 
     def __init__(
@@ -90,8 +90,10 @@ class FusedLinear:
         else:
             forward, backward = (numbers is Numbers.INT8 for numbers in rule)
             self.source = BackwardSource(
-                self._integers(storage, False) if forward else self._source(storage, below, written_once),
-                self._integers(storage, True) if backward else _fp8_source(storage, False, exact, codes_written),
+                self._integers(storage, False, written_once) if forward else self._source(storage, below, written_once),
+                self._integers(storage, True, written_once)
+                if backward
+                else _fp8_source(storage, False, exact, codes_written),
             )
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
         self.columns = [columns for columns, _ in self.adapters]
@@ -126,9 +128,10 @@ class FusedLinear:
         lie_wide(weights)
         return DenseSource(storage.weight(self.dtype), sum(self.widths))
 
-    def _integers(self, storage: GroupStorage, across: bool) -> Int8Source:
-        turned = storage.integers(across, self.dtype)
-        if turned.codes is not None:
+    def _integers(self, storage: GroupStorage, across: bool, written_once: bool) -> Int8Source:
+        kept = written_once or not is_written_out(self.bases[0])
+        turned = storage.integers(across, self.dtype, kept)
+        if kept:
             return Int8Source(turned)
         return WrittenInt8Source([base.weight for base in self.bases], self.widths, turned, across)
 

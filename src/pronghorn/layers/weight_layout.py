@@ -131,20 +131,18 @@ class GroupStorage:
             hasattr(part, IN_BUFFER) for weight in self._weights() for part in getattr(weight, "parts", (weight,))
         )
 
-    def integers(self, across: bool, dtype: torch.dtype) -> TurnedWeight:
+    def integers(self, across: bool, dtype: torch.dtype, kept: bool) -> TurnedWeight:
         """Return the weights in 8-bit integers, of W or, if `across`, of Wᵀ; quantised again where `codes` are.
-
-        Of weights in few bits no codes are kept: they are written out for each product.
 
         Args:
             dtype: of the rows that they are multiplied by.
+            kept: with their codes; else these are written out for each product.
         """
-        state = dtype, self._state()
+        state = dtype, kept, self._state()
         if across not in self._integers or self._integers[across][0] != state:
             self._integers.pop(across, None)  # freed before the others are made
             made = TurnedWeight.of(self._weights(), across, dtype)
-            few = is_written_out(base_of(self.linears[0]))
-            self._integers[across] = state, made._replace(codes=None) if few else made
+            self._integers[across] = state, made if kept else made._replace(codes=None)
         return self._integers[across][1]
 
     def drop_codes(self) -> None:

@@ -72,7 +72,7 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         layouts = 2 if setup.fp8_forward and not setup.own_codes else 1
         layouts -= setup.processes > 1  # shared ones are turned for each product
         if setup.int8:
-            weights += sum(_integers(layer, setup.in_few_bits) for layer in dims.layers)
+            weights += sum(_integers(layer, setup.in_few_bits and not setup.written_once) for layer in dims.layers)
         else:
             weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
     if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives

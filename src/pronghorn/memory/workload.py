@@ -162,7 +162,7 @@ class TrainSetup:
     @property
     def writes_forward(self) -> bool:
         """Whether the weights of linears are written out of few bits for each product of the forward."""
-        if self.written_once and not self.int8:
+        if self.written_once:
             return False
         return self.method == "qlora" or (self.linear_bytes is not None and not self.forward_in_fp8)
 
@@ -170,10 +170,10 @@ class TrainSetup:
     def writes_backward(self) -> bool:
         """The same for each input gradient; or whether 8-bit codes, which processes share, are turned for it."""
         coded = self.processes > 1 or self.writes_codes
+        if self.written_once and (self.int8 or not self.fp8):
+            return False
         if self.int8:
             return self.in_few_bits
-        if self.written_once and not self.fp8:
-            return False
         return self.method == "qlora" or (coded if self.fp8 else self.linear_bytes is not None)
 
     @property

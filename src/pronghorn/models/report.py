@@ -195,7 +195,8 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     in_fp8, products = layers.in_fp8()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
     if compute is Compute.INT8:
-        path = "8-bit integers of turned rows, the forward of queries, keys and values in the model's dtype"
+        once = "; weights of few bits kept as integers" * layers.builder.written_once
+        path = f"8-bit integers of turned rows, the forward of queries, keys and values in the model's dtype{once}"
     elif not compute.forward_in_fp8:
         once = ", of weights written out once" if layers.builder.written_once else ""
         path = f"{path}, for input gradients; the forward in the model's dtype{once}"
