@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pronghorn.kernels.grouped_fp8 import Codes, multiply_codes_reference
 from pronghorn.kernels.int8 import hadamard
 from pronghorn.layers.expert_codes import coded
 from pronghorn.memory.devices import device_spec
@@ -165,18 +166,34 @@ def test_the_plan_counts_codes_scales_and_factors_to_the_byte() -> None:
     held = sum(tensor.nbytes for side in lent for tensor in (side.codes, side.scales, side.factors))
     plain = replace(setup, fp8_experts=False)
     assert resting_bytes(dims, setup)["weights"] - resting_bytes(dims, plain)["weights"] == held
+
+
+def test_the_plan_times_both_directions_and_a_pass_for_each_ones_rows() -> None:
     with torch.device("meta"):
-        large = dims_of(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", num_hidden_layers=4)))
-    of_setups = (
-        plain,
-        setup,
-        replace(setup, int8=False, fp8_forward=False),
-        replace(setup, int8=False, fp8_forward=True),
-    )
-    none, integers, backward, both = (
-        step_times(large, each, device_spec("h200")).step([Policy.KEEP] * 4) for each in of_setups
-    )
-    assert both < integers < none and integers < backward
+        dims = dims_of(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", num_hidden_layers=1)))
+    saved = {}
+    for compute, setup in {
+        COMPUTE: TrainSetup(8192, fp8=True, fp8_forward=False, int8=True),
+        "fp8_both": TrainSetup(8192, fp8=True),
+        "fp8": TrainSetup(8192, fp8=True, fp8_forward=False),
+    }.items():
+        (plain,), (in_8_bits,) = (
+            step_times(dims, replace(setup, fp8_experts=each), device_spec("h200")).layers for each in (False, True)
+        )
+        saved[compute] = plain.forward - in_8_bits.forward, plain.backward - in_8_bits.backward
+    assert saved["fp8"] == (0, saved["fp8_both"][1]) and all(time > 0 for time in saved[COMPUTE])
+    assert all(integers < e4m3 for integers, e4m3 in zip(saved[COMPUTE], saved["fp8_both"], strict=True))
+    # the kernel that makes dh writes its codes in e4m3; integers' are read, turned and written
+    assert saved[COMPUTE][0] > saved[COMPUTE][1] and saved["fp8_both"][0] < saved["fp8_both"][1]
+
+
+def test_sums_of_integers_are_exact_beyond_24_bits() -> None:
+    weight = Codes(torch.full((2, 3, 4096), 127, dtype=torch.int8), torch.ones(2, 3), torch.ones(4096))
+    codes = torch.full((5, 4096), 127, dtype=torch.int8)
+    codes[:, 0] = torch.arange(5)
+    offsets = torch.tensor([2, 5], dtype=torch.int32)
+    found = multiply_codes_reference(codes, torch.ones(5, 1), weight, offsets, None, torch.float64)
+    assert torch.equal(found, (codes.long() @ weight.codes[0].long().t()).double())
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -160,15 +160,13 @@ class FusedLayers:
             for storage, rule in self.builder.storages(layer, dtype):
                 if (reason := unfit_for_fp8(storage, rule)) is not None:
                     other = "use compute = 'fp8', or " * (compute is Compute.INT8)
-                    raise UnsupportedError(
-                        f"compute = '{compute}' for {reason}",
-                        f"{other}leave compute out (products in the model's dtype)",
-                    )
+                    remedy = f"{other}leave compute out (products in the model's dtype)"
+                    raise UnsupportedError(f"compute = '{compute}' for {reason}", remedy)
                 if not is_ready_for_fp8(storage, rule):
-                    raise UnsupportedError(
-                        f"compute = '{compute}', and processes share the layers' weights as another compute needs them",
-                        "give share_layers the same compute",
+                    why = (
+                        f"compute = '{compute}', and processes share the layers' weights as another compute needs them"
                     )
+                    raise UnsupportedError(why, "give share_layers the same compute")
 
     def linears(self) -> list[FusedLinear]:
         """List the products of weights in the layers as they were built for the last forward."""
