@@ -41,7 +41,7 @@ class Codes:
     scales: Tensor
     """float32 [E, N]."""
     factors: Tensor | None = None
-    """f [K] in the dtype of the rows that they multiply."""
+    """f [K], in the dtype of the rows that they multiply; None of e4m3."""
 
     @classmethod
     def of(cls, weight: Tensor, factors: Tensor | None = None) -> Codes:
