@@ -163,10 +163,8 @@ class FusedLayers:
                     remedy = f"{other}leave compute out (products in the model's dtype)"
                     raise UnsupportedError(f"compute = '{compute}' for {reason}", remedy)
                 if not is_ready_for_fp8(storage, rule):
-                    why = (
-                        f"compute = '{compute}', and processes share the layers' weights as another compute needs them"
-                    )
-                    raise UnsupportedError(why, "give share_layers the same compute")
+                    why = "processes share the layers' weights as another compute needs them"
+                    raise UnsupportedError(f"compute = '{compute}', and {why}", "give share_layers the same compute")
 
     def linears(self) -> list[FusedLinear]:
         """List the products of weights in the layers as they were built for the last forward."""
@@ -201,8 +199,7 @@ class FusedLayers:
         return None
 
     def fp8_experts(self, dtype: torch.dtype) -> list[nn.Module]:
-        """List the experts whose weights can multiply in 8 bits in a packed forward in `dtype`, if 8 bits are asked
-        for; the model needn't be attached."""
+        """List the experts that a packed forward in `dtype` multiplies in 8 bits, if asked for, built or not."""
         compute = self.builder.compute
         storages = [each for layer in self.backbone.layers for each in self.builder.experts(layer) if compute.is_fp8]
         return [each.module for each in storages if each.reason(dtype, compute) is None]
