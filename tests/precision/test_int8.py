@@ -119,6 +119,7 @@ def test_a_model_in_4_bits_multiplies_integers(once: bool) -> None:
         assert [each.weight.codes is None for each in sources] == [not once] * len(sources)
         assert all(each.excess <= 1 for each in compared_products(linear, "product", fast=True))
         held += sum(tensor.nbytes for each in sources for tensor in each.weight if tensor is not None)
+        held += sum(tensor.nbytes for each in sources for tensor in getattr(each, "_inverse", ()))
         if once and isinstance(linear.source.plain, DenseSource):
             held += linear.source.plain.storage.nbytes
     setup = replace(setup_of(model, ROW, None), written_out="once" if once else "each")

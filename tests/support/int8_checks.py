@@ -57,14 +57,14 @@ def check_written(device: str, dtype: torch.dtype) -> None:
     for n, k, block, nested in ((64, 64, 64, False), (128, 192, 64, True), (192, 320, 128, True)):
         weight = NF4Weight(*nf4_of(n, k, block, nested, device))
         assert nf4_int8.fits(weight)
-        dense = torch.empty(n, k, dtype=dtype, device=device)
+        dense = torch.empty(n, k, device=device)
         write_out_reference(weight, dense)
         for across in (False, True):
             rows = dense.t().contiguous() if across else dense
-            factors = (torch.rand(rows.shape[1], device=device) + 0.1).to(dtype)
-            want = quantise_turned_reference(rows, 1 / factors.float())
+            inverse = 1 / (torch.rand(rows.shape[1], device=device) + 0.1)
+            want = quantise_turned_reference((rows * inverse).to(dtype), torch.ones_like(inverse))
             wide = torch.full((len(rows), rows.shape[1] + 64), 99, dtype=torch.int8, device=device)
-            given = weight, factors, want.scales.flatten(), wide[:, 64:], across
+            given = weight, inverse, 1 / want.scales.flatten(), wide[:, 64:], dtype, across
             for write in (nf4_int8.write_turned_triton, nf4_int8.write_turned_reference):
                 write(*given)
                 off = (wide[:, 64:].int() - want.codes.int()).abs()

@@ -58,12 +58,10 @@ SETTINGS = (
     Setting(4096, 64, 2, 4, 8),
     Setting(8192, 32, 4, 4, 4),
     Setting(12288, 64, 1, 4, 8),
-    Setting(16384, 256, 1, 8, 2),
-    Setting(32768, 256, 1, 16, 2),
+    Setting(20480, 32, 1, 2, 16, passes=2),
     Setting(math.inf, 64, 1, 4, 64, passes=2),
 )
-"""On Hopper the fastest of 58 to 146 of one H100 at 4,096, 6,144, 14,336 and 28,672 columns: .95, .82, .87 and .69 of a
-copy's rate."""
+"""On Hopper the fastest that were tried on an H200, up to 22 of each width (`benchmarks.ops` has turned rows)."""
 ELSEWHERE = Setting(math.inf, 32, 1, 4, 16, passes=2)
 """Fits the shared memory of every card, and no rows of tensor memory, in whose layouts Triton can't find the largest
 element (sm_100). Not measured."""

@@ -2,8 +2,8 @@
 
     codes = round(z / s)        z = (W / f) H, or (Wᵀ / f) H        by groups of 64 columns
 
-f and s are those of the whole weight, found once. The values of 4 bits go through the products' dtype before they are
-divided, so codes are those that `quantise_turned` makes of the weight as it is written out.
+f and s are those of the whole weight, found once (`precision.int8.TurnedWeight`). W / f is rounded to the products'
+dtype, as every row is that is turned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pronghorn.kernels.int8 import GROUP, hadamard
 from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.nf4 import NF4Weight, _absmax, _tensors, write_out_reference
 
-ALONG, ACROSS = (64, 2, 4), (64, 2, 4)
+ALONG, ACROSS = (32, 2, 4), (64, 2, 4)
 """Rows and groups of 64 columns of a program's tile, and its warps, for W and for Wᵀ, which has 64 rows."""
 
 
@@ -24,28 +24,24 @@ def fits(weight: NF4Weight) -> bool:
     return not (weight.shape[0] % GROUP or weight.shape[1] % GROUP or weight.block % GROUP)
 
 
-def write_turned_reference(weight: NF4Weight, factors: Tensor, scales: Tensor, out: Tensor, across: bool) -> None:
+def write_turned_reference(
+    weight: NF4Weight, factors: Tensor, scales: Tensor, out: Tensor, dtype: torch.dtype, across: bool
+) -> None:
     """Write the codes of W / f, turned, into `out` [N, K]; or of Wᵀ / f into `out` [K, N] if `across`.
 
     Args:
-        weight: one that `fits`, written out in the products' dtype.
-        factors: f [K], or [N], in that dtype.
-        scales: s, float32 [N], or [K].
+        weight: one that `fits`.
+        factors: 1 / f, float32 [K], or [N].
+        scales: 1 / s, float32 [N], or [K].
         out: int8, maybe columns of a wider tensor.
+        dtype: of the products.
     """
-    dense = torch.empty(weight.shape, dtype=factors.dtype, device=out.device)
+    dense = torch.empty(weight.shape, device=out.device)
     write_out_reference(weight, dense)
     rows = dense.t() if across else dense
-    wide = (rows.float() * (1 / factors.float())).to(factors.dtype).reshape(len(rows), -1, GROUP)
+    wide = (rows * factors).to(dtype).reshape(len(rows), -1, GROUP)
     turned = (wide.float() @ hadamard(out.device)).reshape(rows.shape)
-    out.copy_((turned * (1 / scales)[:, None]).round())
-
-
-@triton.jit
-def _inverse(ptr, at, count, SIZE: tl.constexpr):
-    """Return 1 / what lies there, rounded as torch rounds it."""
-    number = tl.load(ptr + at, mask=at < count, other=1.0).to(tl.float32)
-    return tl.div_rn(tl.full((SIZE,), 1.0, tl.float32), number)
+    out.copy_((turned * scales[:, None]).round())
 
 
 @triton.jit
@@ -56,9 +52,9 @@ def _write_turned(
     levels_ptr,  # [256]
     outer_ptr,  # [blocks/256]
     offset_ptr,  # [1]
-    factors_ptr,  # [K], or [N] if ACROSS
-    scales_ptr,  # [N], or [K] if ACROSS
-    h_ptr,  # [64, 64]
+    factors_ptr,  # 1 / f [K], or [N] if ACROSS
+    scales_ptr,  # 1 / s [N], or [K] if ACROSS
+    h_ptr,  # [64, 64], in the products' dtype
     out_ptr,  # [N, K], or [K, N] if ACROSS
     N, K, out_stride,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, OUTER: tl.constexpr,
@@ -76,12 +72,14 @@ def _write_turned(
     bytes_ = at[:, :, None] * (GROUP // 2) + half[None, None, :]
     byte = tl.load(packed_ptr + bytes_, mask=there[:, :, None], other=0).to(tl.int32)
     high, low = tl.load(table_ptr + (byte >> 4)) * absmax, tl.load(table_ptr + (byte & 15)) * absmax
-    values = tl.reshape(tl.interleave(high, low).to(h_ptr.dtype.element_ty).to(tl.float32), (ROWS, COLS))
+    values = tl.reshape(tl.interleave(high, low), (ROWS, COLS))
     if ACROSS:
-        by_row, by_col = _inverse(factors_ptr, row, N, ROWS), _inverse(scales_ptr, col, K, COLS)
+        by_row = tl.load(factors_ptr + row, mask=row < N, other=0.0)
+        by_col = tl.load(scales_ptr + col, mask=col < K, other=0.0)
         z = tl.dot(h, (values * by_row[:, None]).to(h.dtype), input_precision="ieee") * by_col[None, :]
     else:
-        by_row, by_col = _inverse(scales_ptr, row, N, ROWS), _inverse(factors_ptr, col, K, COLS)
+        by_row = tl.load(scales_ptr + row, mask=row < N, other=0.0)
+        by_col = tl.load(factors_ptr + col, mask=col < K, other=0.0)
         wide = tl.reshape((values * by_col[None, :]).to(h.dtype), (ROWS * GROUPS, GROUP))
         z = tl.reshape(tl.dot(wide, h, input_precision="ieee"), (ROWS, COLS)) * by_row[:, None]
     codes = (z + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the nearest whole numbers, as in `int8`
@@ -93,11 +91,13 @@ def _write_turned(
         tl.store(to, codes, mask=(row < N)[:, None] & (col < K)[None, :])
 
 
-def write_turned_triton(weight: NF4Weight, factors: Tensor, scales: Tensor, out: Tensor, across: bool) -> None:
+def write_turned_triton(
+    weight: NF4Weight, factors: Tensor, scales: Tensor, out: Tensor, dtype: torch.dtype, across: bool
+) -> None:
     """Do what `write_turned` does, by its Triton kernel."""
     tensors, outer = _tensors(weight)
     rows, groups, warps = ACROSS if across else ALONG
-    h = hadamard(out.device, factors.dtype)
+    h = hadamard(out.device, dtype)
     grid = (cdiv(weight.shape[0], rows), cdiv(weight.shape[1], groups * GROUP))
     launch(
         _write_turned, grid, *tensors, factors, scales, h, out, *weight.shape, out.stride(0),

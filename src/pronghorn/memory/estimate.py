@@ -135,8 +135,9 @@ def _integers(layer: LayerSpec, written: bool) -> int:
     count = 0
     for block in layer.blocks:
         for group in block.groups:
-            codes = 0 if written else sum(each.weights for each in group)
             out, inputs = sum(each.out for each in group), group[0].inputs
+            # with both inverses beside scales and factors where codes are written
+            codes = 4 * (out + inputs) if written else sum(each.weights for each in group)
             forward, backward = in_integers(block, group)
             count += forward * (codes + 4 * out + 2 * inputs) + backward * (codes + 4 * inputs + 2 * out)
     return count

@@ -70,7 +70,7 @@ class _Product:
         if self._x is not x or index not in self._outputs:
             wide = x.to(products_dtype(x))
             if Numbers.INT8 in self._rule:
-                outputs = _MultiplyTurned.apply(wide.flatten(0, -2), self._own(), self._whole(wide.dtype))
+                outputs = _MultiplyTurned.apply(wide.flatten(0, -2), self._own(), self._whole())
                 if self._own() is None:
                     outputs = outputs[0].split([linear.out_features for linear in self._linears], 1)
             else:
@@ -83,8 +83,8 @@ class _Product:
         y, bias = y.view(*x.shape[:-1], -1), self._linears[index].bias
         return y if bias is None or self._rule.forward is Numbers.DTYPE else y + bias.to(y.dtype)
 
-    def _whole(self, dtype: torch.dtype) -> Tensor:
-        return whole_weight([linear.weight for linear in self._linears], dtype)
+    def _whole(self) -> Tensor:
+        return whole_weight([linear.weight for linear in self._linears])
 
     def _own(self) -> Sequence[Any] | None:
         """Return the linears if they multiply their input themselves."""
@@ -145,9 +145,10 @@ def turned_operands(x: Tensor, weight: Tensor, factors: Tensor | None = None) ->
     Args:
         factors: of columns [K]; None for W's own.
     """
-    factors = column_factors(weight) if factors is None else factors
+    factors = column_factors(weight).to(x.dtype) if factors is None else factors
     codes, scales = quantise_turned_reference(x, factors)
-    of_weight, weight_scales = quantise_turned_reference(weight, 1 / factors.float())
+    divided = (weight * (1 / factors.float())).to(x.dtype)
+    of_weight, weight_scales = quantise_turned_reference(divided, torch.ones_like(factors))
     return codes.float(), of_weight.float(), scales * weight_scales.t()
 
 
@@ -197,7 +198,7 @@ def compared_products(linear: FusedLinear, name: str, fast: bool) -> list[Distan
         forward = what == "forward"
         ours = linear.source.forward(Activation(x), None) if forward else linear.source.input_grad(Activation(dy), None)
         if numbers is Numbers.INT8:
-            whole = whole_weight([base.weight for base in linear.bases], linear.dtype)
+            whole = whole_weight([base.weight for base in linear.bases])
             left, right, factors = turned_operands(*((x, whole) if forward else (dy, whole.t().contiguous())))
             right = right.t()
         elif forward:

@@ -92,11 +92,11 @@ def is_nf4(weight: Any) -> bool:
 
 
 def dense_weight(weight: Any) -> Tensor:
-    """Return a frozen weight [N, K] in the dtype that it is written out in, or as it is."""
+    """Return a frozen weight [N, K] as it is or as it is written out, of bitsandbytes' 4 bits in float32."""
     if not is_nf4(weight):
         return weight.dequantise() if isinstance(weight, PackedTensor) else weight.detach()
     few = NF4Weight.of(weight)
-    out = torch.empty(few.shape, dtype=weight.quant_state.dtype, device=weight.device)
+    out = torch.empty(few.shape, device=weight.device)
     write_out(few, out)
     return out
 

@@ -44,21 +44,22 @@ class TurnedWeight(NamedTuple):
             dtype: of the rows that they are multiplied by, 16 bits.
             factors: those of the same weights, if they are known.
         """
-        whole = whole_weight(weights, dtype)
-        whole = whole.t().contiguous() if across else whole
-        factors = column_factors(whole) if factors is None else factors
-        codes, scales = quantise_turned(whole, 1 / factors.float())
+        whole = whole_weight(weights)
+        whole = whole.t() if across else whole
+        factors = column_factors(whole).to(dtype) if factors is None else factors
+        divided = (whole * (1 / factors.float())).to(dtype).contiguous()
+        codes, scales = quantise_turned(divided, torch.ones_like(factors))
         return cls(factors, codes, scales.view(-1))
 
 
-def whole_weight(weights: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """Return weights [N_i, K], one below the other, as products in `dtype` have them."""
-    return torch.cat([dense_weight(weight).to(dtype) for weight in weights])
+def whole_weight(weights: Sequence[Any]) -> Tensor:
+    """Return weights [N_i, K], one below the other."""
+    return torch.cat([dense_weight(weight) for weight in weights])
 
 
 def column_factors(weight: Tensor) -> Tensor:
-    """Return the factors [K] of a weight [N, K], or of all experts' [E, N, K], in its dtype."""
-    lengths = torch.linalg.vector_norm(weight, dim=tuple(range(weight.dim() - 1)), dtype=torch.float32)
+    """Return the factors [K] of weights [N, K] or, of all experts together, [E, N, K], in their dtype."""
+    lengths = torch.linalg.vector_norm(weight, dim=(*range(weight.dim() - 1),), dtype=torch.float32)
     factors = (lengths / lengths.amax().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=LEAST)
     return factors.to(weight.dtype)
 
@@ -103,9 +104,9 @@ class WrittenInt8Source(Int8Source):
     def __init__(self, weights: Sequence[Any], rows: list[int], turned: TurnedWeight, across: bool) -> None:
         super().__init__(turned)
         self._across, self._weights, self._rows = across, list(weights), rows
-        dtype = turned.factors.dtype
-        few = [NF4Weight.of(weight) for weight in weights if is_nf4(weight) and weight.quant_state.dtype is dtype]
+        few = [NF4Weight.of(weight) for weight in weights if is_nf4(weight)]
         self._few = few if len(few) == len(weights) and all(map(fits, few)) else None
+        self._inverse = 1 / turned.factors.float(), 1 / turned.scales
 
     def codes(self) -> Tensor:
         factors, _, scales = self.weight
@@ -114,12 +115,10 @@ class WrittenInt8Source(Int8Source):
             assert made is not None
             return made
         whole = torch.empty(len(scales), len(factors), dtype=torch.int8, device=scales.device)
+        by, scale = self._inverse
         parts = whole.split(self._rows, 1 if self._across else 0)
-        every = (
-            (factors.split(self._rows), [scales] * len(parts))
-            if self._across
-            else ([factors] * len(parts), scales.split(self._rows))
-        )
-        for weight, part, by, scale in zip(self._few, parts, *every, strict=True):
-            write_turned(weight, by, scale, part, self._across)
+        of_rows = (by if self._across else scale).split(self._rows)
+        for weight, part, own in zip(self._few, parts, of_rows, strict=True):
+            columns, rows = (own, scale) if self._across else (by, own)
+            write_turned(weight, columns, rows, part, factors.dtype, self._across)
         return whole
