@@ -79,7 +79,8 @@ def hadamard(device: torch.device) -> Tensor:
 def quantise_turned_reference(x: Tensor, factors: Tensor) -> RowCodes:
     """Do what `quantise_turned` does, in plain torch."""
     wide = (x.float() * factors.float()).to(x.dtype).reshape(len(x), -1, GROUP)
-    turned = (wide.float() @ hadamard(x.device)).reshape(x.shape)
+    with torch.autocast(x.device.type, enabled=False):  # which weights may be quantised under
+        turned = (wide.float() @ hadamard(x.device)).reshape(x.shape)
     scales = (turned.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)
     return RowCodes((turned * (1 / scales)).round().to(torch.int8), scales)
 
