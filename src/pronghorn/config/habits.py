@@ -143,7 +143,8 @@ _WRITTEN = {
     "precision.compute": {"bf16 fp16": "leave it out: it is the default"},
     "precision.dtype": {
         "mixed amp": "leave it out, or set bfloat16",
-        "fp8 int8 float8": ("leave it out, and set precision.compute: fp8, which multiplies input gradients in 8 bits"),
+        "fp8 float8": "leave it out, and set precision.compute: fp8, which multiplies input gradients in 8 bits",
+        "int8": "leave it out, and set precision.compute: int8, which multiplies frozen weights in 8-bit integers",
     },
 }
 INSTEAD = {
