@@ -213,6 +213,24 @@ def test_integers_follow_what_is_merged_by_turns() -> None:
             assert model(**batch).loss == anew(**batch).loss
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "base"), BASES)
+def test_on_a_gpu(family: str, base: str) -> None:
+    model, found = model_of(family, base).cuda(), {}
+    batch = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
+    for compute in ("dtype", COMPUTE):
+        handle = attached(model, compute=compute, graph="off")
+        found[compute] = loss_and_gradients(model, batch)
+    coded = [linear for linear in handle.layers.linears() if linear.in_fp8]
+    assert coded and all(each.excess <= 1 for linear in coded for each in compared_products(linear, "p", fast=True))
+    assert found[COMPUTE][0] == pytest.approx(found["dtype"][0], rel=0.01)
+    for name, gradient in found["dtype"][1].items():
+        pair = (each.double().flatten() for each in (found[COMPUTE][1][name], gradient))
+        assert torch.nn.functional.cosine_similarity(*pair, 0) > 0.98, name
+    attached(model, Policy.RECOMPUTE_LAYER, graph="off")
+    assert same(loss_and_gradients(model, batch), found[COMPUTE])
+
+
 @pytest.mark.parametrize(("family", "base"), BASES)
 def test_the_plan_counts_a_byte_a_product(family: str, base: str) -> None:
     model, batch = model_of(family, base), packed_row(LENGTHS, ROW)
