@@ -161,6 +161,7 @@ MISTAKES = {
     "an offload": other("memory", "cpu_offload", True, "gradient_checkpointing: offload"),
     "vLLM's share": other("memory", "gpu_memory_utilization", 0.9, "memory.budget?"),
     "8 bits by a switch": other("precision", "fp8", True, "precision.compute?"),
+    "integers by a switch": other("precision", "int8", True, "precision.compute?"),
     "processes": other("launch", "num_processes", 2, "launch.gpus?"),
     "tensors in parallel": other("launch", "tensor_parallel", 2, "launch.strategy: sharded"),
     "wandb's project": other("report", "wandb_project", "a", "WANDB_PROJECT"),

@@ -26,7 +26,7 @@ _CALLED = {
     "packing.attention": "attn_implementation flash_attention use_flash_attention_2",
     "packing.enabled": "packing packing_strategy sample_packing",
     "packing.rows_per_step": "batch_size micro_batch_size train_batch_size per_device_train_batch_size",
-    "precision.compute": "fp8",
+    "precision.compute": "fp8 int8",
     "precision.dtype": "bf16 fp16 torch_dtype",
     "train.epochs": "num_epochs num_train_epochs",
     "train.eval_steps": "evals_per_epoch",
