@@ -25,6 +25,7 @@ from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.precision.compute import Compute, Numbers
 from pronghorn.precision.int8 import Int8Source, TurnedWeight
 from pronghorn.precision.source import Activation, DenseSource, LowRankGrad
+from pronghorn.ranges import PREFIX, PRODUCTS
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import loss_and_gradients, with_adapters
 from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
@@ -76,6 +77,13 @@ def test_both_products_are_those_of_the_integers() -> None:
         Int8Source(TurnedWeight.of([weight], False, torch.bfloat16)).forward(Activation(x * 0), None),
         x.new_zeros(7, 64),
     )
+
+
+def test_a_profile_tells_its_products_from_what_else_a_layer_launches() -> None:
+    source = Int8Source(TurnedWeight.of([torch.randn(64, 64).bfloat16()], False, torch.bfloat16))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        source.forward(Activation(torch.randn(3, 64).bfloat16()), None)
+    assert PREFIX + PRODUCTS in {event.name for event in profiled.events()}
 
 
 @pytest.mark.parametrize(("family", "base"), BASES)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.quantise import RowCodes, larger
+from pronghorn.ranges import PRODUCTS, in_part
 
 GROUP = 64
 """Columns that are turned together; K is a multiple."""
@@ -239,6 +240,7 @@ def int8_product_triton(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor
     return out
 
 
+@in_part(PRODUCTS)
 def int8_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (a · a_scales) (b · b_scales)ᵀ [M, N] in `dtype`.
 
