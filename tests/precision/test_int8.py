@@ -126,8 +126,9 @@ def test_it_is_nearer_to_16_bits_than_e4m3_in_both_passes() -> None:
 @pytest.mark.parametrize(
     "policy", [Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER, Policy.OFFLOAD]
 )
-def test_a_policy_changes_no_bit(policy: Policy) -> None:
-    model, batch = model_of(), packed_row(LENGTHS, ROW)
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_a_policy_changes_no_bit(base: str, policy: Policy) -> None:
+    model, batch = model_of(base=base), packed_row(LENGTHS, ROW)
     attached(model)
     kept = loss_and_gradients(model, batch)
     attached(model, policy)
