@@ -53,7 +53,7 @@ _INSTEAD = {
     "quantization_config": "load_in_4bit=True quantises to NF4; leave it out",
     "torch_dtype": "give it as dtype",
     "load_in_8bit": "load_in_4bit=True, or leave it out for 16 bits",
-    "load_in_fp8": "compute='fp8' multiplies input gradients in 8 bits, 'fp8_both' all; weights stay in 16",
+    "load_in_fp8": "compute='fp8' multiplies input gradients in 8 bits, 'int8' and 'fp8_both' both; weights stay in 16",
     "last_response_only": "in a recipe data.loss_on: last trains the last answer alone",
     "return_function": "leave it out: the trainer that comes back has the new labels",
     "system_message": "put a system message before each conversation's first, or data.system_prompt into a recipe",

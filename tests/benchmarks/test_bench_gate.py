@@ -215,11 +215,12 @@ def test_bf16_may_round_as_much_as_the_plain_path(whole: float, tensor: float, g
     ("plain", "cosine", "green"),
     [(0.002, 0.99, True), (0.002, 0.97, False), (0.002, math.nan, False), (0.1, 0.3, True)],
 )
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
 def test_8_bits_keep_a_gradients_direction_where_bf16s_error_leaves_one(
-    plain: float, cosine: float, green: bool
+    dtype: str, plain: float, cosine: float, green: bool
 ) -> None:
     reference = Reference(2.0, 1.0, (2.0,), ("w",), plain_error=plain, plain_errors={"w": plain}, gradients="")
-    found = {"dtype": "fp8", "loss": 2.001, "grad_norm": 1.01, "document_losses": {}, "isolation": None}
+    found = {"dtype": dtype, "loss": 2.001, "grad_norm": 1.01, "document_losses": {}, "isolation": None}
     found |= {"gradient_error": 0.02, "gradient_errors": {"w": 0.02}, "trained": ["w"], "dead": [], "unmoved": []}
     verdict = judge({**found, "cosines": {"w": cosine}}, reference)
     assert verdict["green"] == green and (green or "cosine to float32's is below 0.98" in verdict["reasons"][0])

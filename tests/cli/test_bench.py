@@ -60,7 +60,7 @@ def test_plain_recomputes_where_the_recipe_lets_pronghorn_plan_for_it(recipe: Pa
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("compute", ["fp8_both", "fp8", "dtype"])
+@pytest.mark.parametrize("compute", ["fp8_both", "int8", "fp8", "dtype"])
 def test_products_in_8_bits_may_be_further_from_plain_s_in_16(
     recipe: Path, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str
 ) -> None:
@@ -68,7 +68,7 @@ def test_products_in_8_bits_may_be_further_from_plain_s_in_16(
     from pronghorn.train.build import attach_options
 
     shutil.copytree(stories, tmp_path / "model")
-    model = tiny_model("llama", intermediate_size=96, vocab_size=512)
+    model = tiny_model("llama", intermediate_size=128, vocab_size=512)
     with torch.no_grad():
         model.lm_head.weight.mul_(20.0)
     model.bfloat16().save_pretrained(tmp_path / "model")

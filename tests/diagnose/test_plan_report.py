@@ -64,15 +64,15 @@ def test_products_in_8_bits_are_planned_for_a_card_that_has_them(stories: Path, 
     model = tmp_path / "model"
     shutil.copytree(stories, model)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 176}))
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 192}))
     weights = {}
-    for compute in ("dtype", "fp8"):
+    for compute in ("dtype", "fp8", "int8"):
         done = planned(model, tmp_path, f"precision.compute={compute}", "--device", "h200", "--json")
         assert done.exit_code == 0, done.output
         told = json.loads(done.stdout)
         weights[compute] = told["plan"]["predicted"]["weights"]
-        assert told["work"]["fp8"] == (compute == "fp8")
-    assert weights["fp8"] > weights["dtype"]
+        assert (told["work"]["fp8"], told["work"]["int8"]) == (compute != "dtype", compute == "int8")
+    assert weights["int8"] > weights["fp8"] > weights["dtype"]
     done = planned(model, tmp_path, "precision.compute=fp8", "--device", "rtx3090")
     assert done.exit_code == 1 and "needs Ada, Hopper or Blackwell; rtx3090 is older" in done.stderr
 

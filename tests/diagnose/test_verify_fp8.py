@@ -28,7 +28,7 @@ from pronghorn.loading.load import load_model
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.compute import Compute
-from pronghorn.precision.fp8 import FP8Source, FP8Weight, scaled_product
+from pronghorn.precision.fp8 import BackwardSource, FP8Source, FP8Weight, scaled_product
 from pronghorn.precision.source import Activation, DenseSource
 from support.packed_linears import packed_linears
 from support.tiny import in_4_bits, tiny_model
@@ -57,21 +57,23 @@ def subject_of(family: str = "llama", base: str = "bf16", compute: str = "fp8_bo
 
 @pytest.mark.slow
 @pytest.mark.matrix(1)
+@pytest.mark.parametrize("compute", ["fp8_both", "int8"])
 @pytest.mark.parametrize("kind", ["rows", "blocks", "nvfp4"])
-def test_packed_bases_are_judged_by_the_codes_that_they_multiply(kind: str, tmp_path: Path) -> None:
+def test_packed_bases_are_judged_by_the_codes_that_they_multiply(kind: str, compute: str, tmp_path: Path) -> None:
     """A checkpoint's own codes where it has a scale a row, else those that are made of it."""
-    packed_linears(tmp_path, kind)
+    packed_linears(tmp_path, kind, **({"hidden_size": 192, "intermediate_size": 320} if compute == "int8" else {}))
 
     def load() -> Any:
         return load_model(tmp_path, dtype="bfloat16", max_seq_length=TOKENS)[0]
 
     def with_another_scale(model: Any) -> None:
         source = product(model, 1, "self_attn.o_proj").source
-        assert isinstance(source, FP8Source)
+        assert isinstance(source, BackwardSource if compute == "int8" else FP8Source)
+        source = getattr(source, "plain", source)
         source.weight.scales[3] *= 1.5
 
     subject = replace(
-        subject_of(),
+        subject_of(compute=compute),
         build=lambda: add_lora(load(), r=4),
         reload=lambda folder: PeftModel.from_pretrained(load(), folder),
     )
@@ -159,6 +161,36 @@ def test_sound_products_over_other_bases_pass(base: str) -> None:
     assert report.dtype == ("float16" if base == "fp16" else "bfloat16")
 
 
+@pytest.mark.slow
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize(
+    ("family", "base"),
+    [
+        *((family, "bf16") for family in ("llama", "gemma3_text", "qwen3_5_text", "phi3")),
+        ("llama", "nf4"),
+        ("qwen3", "fp16"),
+    ],
+)
+def test_integers_pass_and_a_wrong_scale_and_a_product_left_out_show(family: str, base: str) -> None:
+    subject = subject_of(family, base, "int8")
+    report = verify(subject)
+    assert not failed(report), [check for check in report.checks if not check.ok]
+    [sound] = [check for check in report.checks if check.name is Name.PRODUCTS]
+    assert sound.detail == "12 of frozen weights"
+
+    def with_another_scale(model: Any) -> None:
+        product(model, 1, "mlp.down_proj").source.coded.weight.scales[3] *= 1.5
+
+    only_cause(planted(subject, with_another_scale), "off: model.layers.1.mlp.down_proj (input gradient)")
+
+    def left_out(model: Any) -> None:
+        linear = product(model, 1, "self_attn.o_proj")
+        linear.source, linear.in_fp8 = DenseSource(linear.bases[0].weight, linear.bases[0].out_features), False
+
+    if base != "nf4":
+        only_cause(planted(subject, left_out), "products in 8 bits: 1 of 12 are not in 8 bits")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute", ["fp8", "fp8_both", "fp8_exact"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
@@ -170,7 +202,7 @@ def test_sound_experts_pass_on_the_gpu(family: str, compute: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compute", ["fp8", "fp8_both", "fp8_exact"])
+@pytest.mark.parametrize("compute", ["fp8", "fp8_both", "fp8_exact", "int8"])
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_sound_products_pass_on_the_gpu(base: str, compute: str) -> None:
     subject = subject_of("qwen3", base, compute)

@@ -30,7 +30,8 @@ from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.lora import add_lora
 from pronghorn.parity.quantised import compared_products
 from pronghorn.precision.fp8 import BackwardSource, FP8Source
-from pronghorn.precision.source import PackedSource
+from pronghorn.precision.int8 import Int8Source
+from pronghorn.precision.source import DenseSource, PackedSource
 from pronghorn.train.documents import find
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, path_of_layers, with_adapters
@@ -39,6 +40,8 @@ from support.packed_linears import KINDS, packed_linears
 from support.tiny import packed_row
 from support.tolerance import ThreeWay
 
+OF_64 = {"hidden_size": 192, "intermediate_size": 320}
+"""Multiples of 64, and not of 128."""
 QUERY = "model.layers.0.self_attn.q_proj"
 
 
@@ -94,10 +97,10 @@ def test_training_over_packed_linears_is_training_over_their_dense_weights(
 @pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("kind", "compute"),
-    [(kind, compute) for kind in KINDS for compute in ("dtype", "fp8", "fp8_both")],
+    [(kind, compute) for kind in KINDS for compute in ("dtype", "fp8", "fp8_both", "int8")],
 )
 def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: str) -> None:
-    packed_linears(tmp_path, kind)
+    packed_linears(tmp_path, kind, **(OF_64 if compute == "int8" else {}))
     model = with_adapters(loaded(tmp_path, "bfloat16"))
     handle = attach(model, Plan.keep(), layers="fused", compute=compute)
     model(**packed_row(LENGTHS, ROW))
@@ -105,9 +108,12 @@ def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: st
     right = sum(p.stored_bytes if isinstance(p, PackedTensor) else p.nbytes for p in own)
     products = [product for run in runs(handle) for block in run.blocks for product in block.linears]
     copied = kind not in ("rows", "tensors", "modelopt fp8")
-    source = {"dtype": PackedSource, "fp8": BackwardSource, "fp8_both": FP8Source}[compute]
+    source = {"dtype": PackedSource, "fp8_both": FP8Source}.get(compute, BackwardSource)
     assert all(isinstance(product.source, source) for product in products)
-    for weight in (getattr(each.source, "coded", each.source).weight for each in products if compute != "dtype"):
+    for each in (each for product in products for each in vars(product.source).values() if compute == "int8"):
+        right += sum(tensor.nbytes for tensor in each.weight) if isinstance(each, Int8Source) else 0
+    in_floats = products if compute in ("fp8", "fp8_both") else []
+    for weight in (getattr(each.source, "coded", each.source).weight for each in in_floats):
         right += weight.across.nbytes + weight.scales.nbytes + weight.columns.nbytes
         right += weight.codes.nbytes if copied and weight.codes is not None else 0
     assert handle.layers.in_fp8() == (0 if compute == "dtype" else len(products), len(products))
@@ -123,7 +129,7 @@ def runs(handle: Any) -> list[Any]:
     [("rows", "the stored codes"), ("tensors", "the stored codes")]
     + [(kind, "1[24] weights of .* quantised once more, by rows") for kind in ("fine-grained", "nvfp4")],
 )
-def test_products_in_8_bits_over_packed_linears(tmp_path: Path, kind: str, told: str) -> None:
+def test_products_in_floats_of_8_bits_over_packed_linears(tmp_path: Path, kind: str, told: str) -> None:
     right = packed_linears(tmp_path, kind)
     model, results = with_adapters(loaded(tmp_path, "bfloat16")), {}
     before = {name: p.dequantise() for name, p in model.named_parameters() if isinstance(p, PackedTensor)}
@@ -144,6 +150,32 @@ def test_products_in_8_bits_over_packed_linears(tmp_path: Path, kind: str, told:
     cosines = [torch.nn.functional.cosine_similarity(near[n].flatten(), gradients[n].flatten(), 0) for n in near]
     assert min(cosines) > 0.9
     assert handle.layers.in_fp8() == (8, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_in_integers_over_packed_linears(tmp_path: Path, kind: str) -> None:
+    """Whatever codes the checkpoint has, its weights are written out, and quantised anew."""
+    packed_linears(tmp_path, kind, **OF_64)
+    model, results = with_adapters(loaded(tmp_path, "bfloat16")), {}
+    before = {name: p.dequantise() for name, p in model.named_parameters() if isinstance(p, PackedTensor)}
+    for compute in ("dtype", "int8"):
+        handle = attach(model, Plan.keep(), layers="fused", compute=compute)
+        results[compute] = loss_and_gradients(model, packed_row(LENGTHS, ROW))
+    assert handle.layers.in_fp8() == (8, 8)
+    for linear in handle.layers.linears():
+        assert all(compared.excess <= 1 for compared in compared_products(linear, "product", fast=True))
+    [path] = [path.path for path in handle.report if path.part == "products of frozen weights"]
+    assert re.search("14 weights of .* quantised once more, by rows", path)
+    for name, values in before.items():
+        assert torch.equal(model.get_parameter(name).dequantise(), values)
+    (loss, gradients), (near_loss, near) = results["dtype"], results["int8"]
+    assert loss != near_loss and near_loss == pytest.approx(loss, rel=0.005)
+    cosines = [torch.nn.functional.cosine_similarity(near[n].flatten(), gradients[n].flatten(), 0) for n in near]
+    assert min(cosines) > 0.99
+    once = attach(model, Plan.keep(), layers="fused", compute="int8", experimental={"written_out": "once"})
+    again, found = loss_and_gradients(model, packed_row(LENGTHS, ROW))
+    assert again == near_loss and all(torch.equal(found[name], near[name]) for name in near)
+    assert sum(isinstance(linear.source.plain, DenseSource) for linear in once.layers.linears()) == 2
 
 
 @pytest.mark.gpu
@@ -174,10 +206,10 @@ def test_training_on_a_gpu_is_within_the_rule(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compute", ["fp8", "fp8_both"])
+@pytest.mark.parametrize("compute", ["fp8", "fp8_both", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_in_8_bits_on_a_gpu(tmp_path: Path, kind: str, compute: str) -> None:
-    packed_linears(tmp_path, kind)
+    packed_linears(tmp_path, kind, **(OF_64 if compute == "int8" else {}))
     batch, results = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}, {}
     model = with_adapters(loaded(tmp_path, "bfloat16").to("cuda"))
     for each in ("dtype", compute):

@@ -62,6 +62,13 @@ def test_a_strategy_that_is_asked_for_is_planned_or_refused_with_what_fits(dims:
         choose(dims, TrainSetup(2048), device_spec("rtx4060ti-16"), 2, strategy=Strategy.COPIES)
 
 
+@pytest.mark.parametrize("strategy", Strategy)
+def test_integers_are_advised_fp8_where_that_fits_or_is_shared(dims: ModelDims, strategy: Strategy) -> None:
+    setup = TrainSetup(8192, fp8=True, fp8_forward=False, int8=True, unshared="int8 needs whole weights")
+    with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs.*fits: .*precision\.compute: fp8"):
+        choose(dims, setup, device_spec("rtx4090"), 2, strategy=strategy)
+
+
 def test_what_is_not_shared_has_copies_or_nothing(dims: ModelDims) -> None:
     setup: TrainSetup = TrainSetup(8192, "full", unshared="train.optimizer adafactor needs whole weights")
     with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(sharded\), train.optimizer adafactor needs whole"):

@@ -31,7 +31,7 @@ from pronghorn.memory.tiles import tiled_times
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.lora import add_lora
-from pronghorn.precision import fp8
+from pronghorn.precision import fp8, int8
 from support.saved import TOKENS, saved_bytes
 from support.shapes import dims_of_shape
 from support.tiny import in_4_bits, tiny_model
@@ -111,6 +111,8 @@ def allocates_like_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (explicit, "backward", attend_grad),
         (fp8, "quantise_rows", lambda x, *_: RowCodes.like(x)),
         (fp8, "scaled_product", multiply),
+        (int8, "quantise_turned", lambda x, *_: RowCodes.like(x)),
+        (int8, "int8_product", lambda a, a_scales, b, b_scales, dtype: multiply(a, a_scales, b, b_scales, dtype, True)),
         (fp8, "write_codes", lambda weight, inverse, out, across: out.view(torch.uint8).zero_()),
     ):
         monkeypatch.setattr(module, name, made)
@@ -178,6 +180,17 @@ def test_a_step_in_8_bits_peaks_where_codes_of_gate_and_up_are_made(
     """Beside the activation, with tiles or without, with and without a norm after."""
     seen, expected = peaks(family, policy, rows, compute, codes)
     assert seen == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.matrix(4)
+@pytest.mark.usefixtures("allocates_like_kernels")
+@pytest.mark.parametrize("rows", [0, 4096])
+@pytest.mark.parametrize("policy", [Policy.KEEP, Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_MLP])
+@pytest.mark.parametrize("nf4", [False, True])
+def test_a_step_in_integers_peaks_where_a_product_makes_codes(nf4: bool, policy: Policy, rows: int) -> None:
+    """Of a gradient, when the activation is gone."""
+    seen, expected = peaks("gemma3_text", policy, rows, "int8", nf4=nf4)
+    assert seen == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.usefixtures("allocates_like_kernels")

@@ -100,7 +100,11 @@ def test_equal_to_the_layers_without_a_graph(family: str, dtype: torch.dtype) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("base", "compute"), [("bf16", "fp8"), ("bf16", "fp8_both"), ("nf4", "dtype"), ("nf4", "fp8"), ("nf4", "fp8_exact")]
+    ("base", "compute"),
+    [
+        *(("bf16", compute) for compute in ("fp8", "fp8_both", "int8")),
+        *(("nf4", compute) for compute in ("dtype", "fp8", "fp8_exact", "int8")),
+    ],
 )
 def test_bases_in_8_and_4_bits_are_captured(base: str, compute: str) -> None:
     model = based("qwen3", base).to("cuda")

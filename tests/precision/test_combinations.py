@@ -75,7 +75,7 @@ def step(setting: Setting, model: Any, policy: Policy = Policy.KEEP) -> str:
     assert in_fp8 == setting.products_in_8_bits(handle)
     if reason is None:
         assert products
-        assert not told or told[0].path.startswith("FP8 by rows")
+        assert not told or told[0].path.startswith(("FP8 by rows", "8-bit integers"))
     elif told:
         assert told[0].path.startswith("the model's dtype in blocks that aren't fused") and told[0].why == reason
     attach(model, Plan.keep(), layers="stock")
@@ -391,6 +391,6 @@ def test_the_table_has_every_feature_base_and_compute() -> None:
 @pytest.mark.matrix(5)
 @pytest.mark.parametrize(("feature", "base", "compute", "said"), cells())
 def test_a_cell_is_true(feature: str, base: str, compute: str, said: str) -> None:
-    """And what is true of fp8 is true of fp8_both and fp8_exact."""
-    for each in ("fp8", "fp8_both", "fp8_exact") if compute == "fp8" else ("dtype",):
+    """And what is true of fp8 is true of fp8_both, fp8_exact and int8."""
+    for each in ("fp8", "fp8_both", "fp8_exact", "int8") if compute == "fp8" else ("dtype",):
         assert outcome(Setting(base, each), feature).replace(each, compute) == said

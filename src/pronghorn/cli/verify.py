@@ -56,7 +56,7 @@ def verify(
         typer.Option(help="With --model: dtype of the weights. With --served: float32 if the server computes in it."),
     ] = "auto",
     compute: Annotated[
-        ComputeName, typer.Option(help="With --model: in what dtype frozen weights multiply.")
+        ComputeName, typer.Option(help="With --model: in what numbers frozen weights multiply.")
     ] = "dtype",
     tokens: Annotated[
         int, typer.Option(min=16, help="Tokens of the first packed row. The second has half as many.")

@@ -26,7 +26,7 @@ _CALLED = {
     "packing.attention": "attn_implementation flash_attention use_flash_attention_2",
     "packing.enabled": "packing packing_strategy sample_packing",
     "packing.rows_per_step": "batch_size micro_batch_size train_batch_size per_device_train_batch_size",
-    "precision.compute": "fp8",
+    "precision.compute": "fp8 int8",
     "precision.dtype": "bf16 fp16 torch_dtype",
     "train.epochs": "num_epochs num_train_epochs",
     "train.eval_steps": "evals_per_epoch",
@@ -143,7 +143,8 @@ _WRITTEN = {
     "precision.compute": {"bf16 fp16": "leave it out: it is the default"},
     "precision.dtype": {
         "mixed amp": "leave it out, or set bfloat16",
-        "fp8 int8 float8": ("leave it out, and set precision.compute: fp8, which multiplies input gradients in 8 bits"),
+        "fp8 float8": "leave it out, and set precision.compute: fp8, which multiplies input gradients in 8 bits",
+        "int8": "leave it out, and set precision.compute: int8, which multiplies frozen weights in 8-bit integers",
     },
 }
 INSTEAD = {

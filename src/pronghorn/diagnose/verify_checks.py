@@ -155,7 +155,8 @@ def products(compared: list[Distance], expected: int, of_forward: int) -> Check:
     same random rows."""
     wrong = [each.name for each in compared if not each.excess <= 1]
     worst = max(compared, key=lambda each: each.excess, default=None)
-    absent = expected - len(compared) * expected // max(expected + of_forward, 1)
+    forward = sum(each.name.endswith("(forward)") for each in compared)
+    absent = max(expected - (len(compared) - forward), of_forward - forward)
     detail = f"off: {listed(wrong)}" if wrong else f"{absent} of {expected} are not in 8 bits"
     if not wrong and not absent:
         detail = f"{expected} of frozen weights" if worst else "none: layers aren't fused, or nothing in them is frozen"

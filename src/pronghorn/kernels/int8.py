@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.quantise import RowCodes, larger
+from pronghorn.ranges import PRODUCTS, in_part
 
 GROUP = 64
 """Columns that are turned together; K is a multiple."""
@@ -80,7 +81,8 @@ def hadamard(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor
 def quantise_turned_reference(x: Tensor, factors: Tensor) -> RowCodes:
     """Do what `quantise_turned` does, in plain torch."""
     wide = (x.float() * factors.float()).to(x.dtype).reshape(len(x), -1, GROUP)
-    turned = (wide.float() @ hadamard(x.device)).reshape(x.shape)
+    with torch.autocast(x.device.type, enabled=False):  # which weights may be quantised under
+        turned = (wide.float() @ hadamard(x.device)).reshape(x.shape)
     scales = (turned.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)
     return RowCodes((turned * (1 / scales)).round().to(torch.int8), scales)
 
@@ -239,6 +241,7 @@ def int8_product_triton(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor
     return out
 
 
+@in_part(PRODUCTS)
 def int8_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (a · a_scales) (b · b_scales)ᵀ [M, N] in `dtype`.
 

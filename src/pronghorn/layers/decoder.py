@@ -29,7 +29,7 @@ from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, computed_here, is_foreign
 from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
-from pronghorn.layers.fused_linear import FusedLinear, fits_fp8, is_ready_for_fp8, unfit_for_fp8
+from pronghorn.layers.fused_linear import FusedLinear, check_fp8, fits_fp8
 from pronghorn.layers.linears import base_of, products_dtype
 from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
@@ -154,17 +154,9 @@ class FusedLayers:
         check_device(compute, self.backbone.device)
         if dtype is torch.float32:
             raise UnsupportedError(f"compute = '{compute}' for a model in float32", "load it in bfloat16 (dtype)")
-        if dtype is torch.float16:
+        if dtype is torch.float16 and compute is not Compute.INT8:
             check_float16(self.backbone.device)
-        for layer in self.backbone.layers:
-            for storage, rule in self.builder.storages(layer, dtype):
-                if (reason := unfit_for_fp8(storage, rule)) is not None:
-                    other = "use compute = 'fp8', or " * (compute is Compute.INT8)
-                    remedy = f"{other}leave compute out (products in the model's dtype)"
-                    raise UnsupportedError(f"compute = '{compute}' for {reason}", remedy)
-                if not is_ready_for_fp8(storage, rule):
-                    why = "processes share the layers' weights as another compute needs them"
-                    raise UnsupportedError(f"compute = '{compute}', and {why}", "give share_layers the same compute")
+        check_fp8([each for layer in self.backbone.layers for each in self.builder.storages(layer, dtype)], compute)
 
     def linears(self) -> list[FusedLinear]:
         """List the products of weights in the layers as they were built for the last forward."""

@@ -10,12 +10,14 @@ its `WeightSource`; A and B are copied in the products' dtype once a model forwa
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pronghorn.errors import UnsupportedError
 from pronghorn.kernels import adapter_gradients
 from pronghorn.kernels.adapter_gradients import matmul
 from pronghorn.kernels.fp8_blocks import has_own_codes
@@ -262,6 +264,26 @@ def unfit_for_fp8(storage: GroupStorage, rule: Rule) -> str | None:
         return None
     rows = f", and rows whole 4-bit blocks of {blocks[0]} weights" if blocks else ""
     return f"weights of {sizes}: sizes must be multiples of {MULTIPLE}{rows}"
+
+
+def check_fp8(storages: Sequence[tuple[GroupStorage, Rule]], compute: Compute) -> None:
+    """Refuse a compute that some of a model's weights can't have.
+
+    Raises:
+        UnsupportedError: a weight's sizes don't fit, or processes share weights that another compute needs so.
+    """
+    for storage, rule in storages:
+        if (reason := unfit_for_fp8(storage, rule)) is not None:
+            fits = all(unfit_for_fp8(each, Compute.FP8.rule) is None for each, _ in storages)
+            other = "use compute = 'fp8', or " * (compute is Compute.INT8 and fits)
+            raise UnsupportedError(
+                f"compute = '{compute}' for {reason}", f"{other}leave compute out (products in the model's dtype)"
+            )
+        if not is_ready_for_fp8(storage, rule):
+            raise UnsupportedError(
+                f"compute = '{compute}', and processes share the layers' weights as another compute needs them",
+                "give share_layers the same compute",
+            )
 
 
 def is_ready_for_fp8(storage: GroupStorage, rule: Rule) -> bool:

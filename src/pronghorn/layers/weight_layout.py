@@ -138,12 +138,14 @@ class GroupStorage:
             dtype: of the rows that they are multiplied by.
             kept: with their codes; else these are written out for each product.
         """
-        state = dtype, kept, self._state()
-        if across not in self._integers or self._integers[across][0] != state:
+        state = dtype, self._state()
+        before, made = self._integers.get(across, (None, None))
+        if made is None or before != state or (kept and made.codes is None):
             self._integers.pop(across, None)  # freed before the others are made
             made = TurnedWeight.of(self._weights(), across, dtype)
-            self._integers[across] = state, made if kept else made._replace(codes=None)
-        return self._integers[across][1]
+        made = made if kept else made._replace(codes=None)
+        self._integers[across] = state, made
+        return made
 
     def drop_codes(self) -> None:
         """Let the weights in 8 bits go."""

@@ -193,6 +193,7 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
         if setup.method == "full"
         else None,
         "model.load_in_4bit: true": in_4_bits if dense else None,
+        "precision.compute: fp8": setup.in_fp8 if setup.int8 else None,
         "memory.feed_forward: tiled": replace(setup, mlp_rows=TILE_ROWS)
         if can_tile(dims.layers, setup) and not setup.mlp_rows
         else None,

@@ -247,6 +247,8 @@ def _refusal(
         told += [f"--gpus {more}"] if more else []
     if setup.method == "lora" and setup.linear_bytes is None and setup.expert_bytes is None:
         told += ["model.load_in_4bit: true"] if fits(least.strategy, replace(setup, method="qlora"), gpus) else []
+    if setup.int8:
+        told += ["precision.compute: fp8"] if fits(least.strategy, setup.in_fp8, gpus) else []
     if setup.method == "full":
         lora = replace(setup, method="lora", ranks=None, trained_share=1.0, optimizer_bytes=None, unshared="")
         told += ["adapter.method: lora"] if fits(least.strategy, lora, gpus) else []

@@ -194,6 +194,12 @@ class TrainSetup:
         return replace(self, codes="written") if self.chooses_codes else self
 
     @property
+    def in_fp8(self) -> TrainSetup:
+        """The same with input gradients alone in e4m3, by the codes that take least."""
+        codes: Codes = "kept" if self.linear_bytes is not None else "written"
+        return replace(self, int8=False, codes=codes, unshared="")
+
+    @property
     def stored_bytes(self) -> float:
         """Of a number of a linear's weight, as products that write it out read it."""
         if self.method == "qlora" and self.linear_bytes is None:

@@ -232,7 +232,8 @@ def attach(
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`: if the first steps show
             that it pays (`models.graph_benefit`). Never if the plan's budget has no memory for them (`Plan.graph`).
         compute: numbers that frozen weights multiply in: `dtype`, the model's; `fp8`, input gradients in 8 bits by
-            rows; `fp8_both`, the forward, too; `fp8_exact`, both with exact sums.
+            rows; `int8`, the forward, too, but for that of queries, keys and values, in 8-bit integers; `fp8_both`, all
+            of both by rows; `fp8_exact`, the same with exact sums.
         codes: how `fp8` gets the codes of 16-bit weights: `kept`, a byte a weight more, or `written` out for each
             product, with the same gradients; `auto` follows the plan (`Plan.codes_written`), or keeps them.
         experimental: switches for measurements, an `Experimental` or its fields by name.

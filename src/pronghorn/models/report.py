@@ -194,24 +194,24 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
     in_fp8, products = layers.in_fp8()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
+    once = ", of weights written out once" if layers.builder.written_once else ""
     if compute is Compute.INT8:
-        once = "; weights of few bits kept as integers" * layers.builder.written_once
-        path = f"8-bit integers of turned rows, the forward of queries, keys and values in the model's dtype{once}"
+        path = f"8-bit integers of turned rows; the forward of queries, keys and values in the model's dtype{once}"
     elif not compute.forward_in_fp8:
-        once = ", of weights written out once" if layers.builder.written_once else ""
         path = f"{path}, for input gradients; the forward in the model's dtype{once}"
     if chooses_codes(layers):
         path = f"{path}; {CODES_WRITTEN if layers.builder.codes_written else '8-bit codes kept beside the weights'}"
     multiplied = [base for bases, _ in layers.fp8_products(_dtype(handle.model, autocast)) for base in bases]
     of_products = [base.weight for base in multiplied if isinstance(base.weight, PackedTensor)]
-    again = len(of_products) - sum(map(has_own_codes, of_products))
+    again = len(of_products) - (0 if compute is Compute.INT8 else sum(map(has_own_codes, of_products)))
     if of_products:
         path = f"{path}; " + (
             f"{counted(again, 'weight')} of {kinds} quantised once more, by rows" if again else "the stored codes"
         )
     if in_fp8 < products:
-        gates = " or gates'" * (compute is Compute.INT8)
-        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained{gates}"
+        trained = {linear.full for linear in layers.linears() if not linear.in_fp8}
+        whose = " or ".join(["trained"] * (True in trained) + ["gates'"] * (False in trained))
+        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are {whose}"
     if handle.experts is not None:
         apart = _experts_in_fp8(handle, autocast)
         too = "; experts both ways" if compute is Compute.INT8 else ", experts too"

@@ -106,7 +106,7 @@ class WrittenInt8Source(Int8Source):
         self._across, self._weights, self._rows = across, list(weights), rows
         few = [NF4Weight.of(weight) for weight in weights if is_nf4(weight)]
         self._few = few if len(few) == len(weights) and all(map(fits, few)) else None
-        self._inverse = 1 / turned.factors.float(), 1 / turned.scales
+        self.inverse = 1 / turned.factors.float(), 1 / turned.scales
 
     def codes(self) -> Tensor:
         factors, _, scales = self.weight
@@ -115,7 +115,7 @@ class WrittenInt8Source(Int8Source):
             assert made is not None
             return made
         whole = torch.empty(len(scales), len(factors), dtype=torch.int8, device=scales.device)
-        by, scale = self._inverse
+        by, scale = self.inverse
         parts = whole.split(self._rows, 1 if self._across else 0)
         of_rows = (by if self._across else scale).split(self._rows)
         for weight, part, own in zip(self._few, parts, of_rows, strict=True):
