@@ -69,6 +69,7 @@ EARLIER = {
     "accuracy-int8-fp8": "accuracy",
     "accuracy-int8-fp8-instructions": "accuracy-instructions",
     "step-llama-3.1-8b-int8-fp8": "step-llama-3.1-8b-fp8",
+    "step-llama-3.1-8b-int8-h100": "step-llama-3.1-8b-int8",
     "step-qwen3-30b-a3b-fp8-h100": "step-qwen3-30b-a3b-fp8",
     "probe-cost-compiled-before": "probe-cost",
     "accuracy-int8-instructions": "accuracy-instructions",
