@@ -28,6 +28,7 @@ BOUNDED = {
     "tensor * parts": "tensors times parts of each",
     "(adapter - ADAPTERS) * each": "parts of one adapter's rows of a rank",
     "V // TILE * TILE": "one row's logits",
+    "part * SIZE": "one row's columns",
     "T * RANK": "tokens times a rank of 32 at most",
     "key * q_head": "within one token",
     "key * k_head": "within one token",
