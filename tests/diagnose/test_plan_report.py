@@ -75,6 +75,11 @@ def test_products_in_8_bits_are_planned_for_a_card_that_has_them(stories: Path, 
     assert weights["int8"] > weights["fp8"] > weights["dtype"]
     done = planned(model, tmp_path, "precision.compute=fp8", "--device", "rtx3090")
     assert done.exit_code == 1 and "needs Ada, Hopper or Blackwell; rtx3090 is older" in done.stderr
+    assert "set it to int8" in done.stderr
+    done = planned(model, tmp_path, "precision.compute=int8", "--device", "rtx3090")
+    assert done.exit_code == 0, done.output
+    done = planned(model, tmp_path, "precision.compute=int8", "--device", "t4")
+    assert done.exit_code == 1 and "needs Ampere or newer; t4 is older" in done.stderr
 
 
 @pytest.mark.parametrize(

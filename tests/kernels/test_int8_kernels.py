@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pronghorn.kernels import int8
+from pronghorn.kernels import int8, nf4_int8
 from support import int8_checks
 from support.compiled import compiled
 from support.interpreted import check_interpreted
@@ -27,7 +27,13 @@ def test_interpreted() -> None:
 @needs_triton
 @pytest.mark.parametrize(
     ("capability", "kilobytes"),
-    [(90, 227), *(pytest.param(*card, marks=pytest.mark.slow) for card in ((89, 99), (100, 227), (120, 99)))],
+    [
+        (90, 227),
+        *(
+            pytest.param(*card, marks=pytest.mark.slow)
+            for card in ((80, 163), (86, 99), (89, 99), (100, 227), (120, 99))
+        ),
+    ],
 )
 def test_compiled_for_every_card_with_8_bits(capability: int, kilobytes: int) -> None:
     bm, bn, bk, stages, warps = int8.TILE
@@ -45,6 +51,12 @@ def test_compiled_for_every_card_with_8_bits(capability: int, kilobytes: int) ->
             types = {"factors_ptr": factors, "codes_ptr": "*i8"}
             made = compiled(int8._turned, constants, setting.warps, capability, **types)
             assert made.metadata.shared <= kilobytes * 1024, setting
+    numbers = dict.fromkeys(("table_ptr", "levels_ptr", "outer_ptr", "offset_ptr", "factors_ptr"), "*fp32")
+    types = {**numbers, "packed_ptr": "*u8", "absmax_ptr": "*u8", "h_ptr": "*bf16", "out_ptr": "*i8"}
+    for across, (rows, groups, warps) in ((False, nf4_int8.ALONG), (True, nf4_int8.ACROSS)):
+        constants = {"ROWS": rows, "GROUPS": groups, "GROUP": int8.GROUP, "BLOCK": 64, "OUTER": 256, "ACROSS": across}
+        made = compiled(nf4_int8._write_turned, constants, warps, capability, **types)
+        assert made.metadata.shared <= kilobytes * 1024
 
 
 def test_a_channel_scaled_up_and_its_column_down_by_powers_of_two_changes_no_code() -> None:

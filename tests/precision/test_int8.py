@@ -23,7 +23,7 @@ from pronghorn.models.attach import attach
 from pronghorn.models.attach import attached as handle_of
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.parity.quantised import compared_products, quantised_products
-from pronghorn.precision.compute import Compute, Numbers
+from pronghorn.precision.compute import Compute, Numbers, check_device
 from pronghorn.precision.int8 import Int8Source, TurnedWeight, WrittenInt8Source
 from pronghorn.precision.source import Activation, DenseSource, LowRankGrad
 from pronghorn.ranges import PREFIX, PRODUCTS
@@ -346,3 +346,23 @@ def test_layers_that_processes_share_are_refused(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(sections))
     with pytest.raises(PronghornError, match="one process holds whole"):
         Recipe.load(path)
+
+
+@pytest.mark.parametrize(
+    ("compute", "capability", "remedy"),
+    [
+        ("int8", (7, 5), "leave compute out"),
+        ("fp8", (7, 5), "leave compute out"),
+        ("fp8", (8, 6), "use compute = 'int8'"),
+    ],
+)
+def test_cards_without_such_products_are_refused(
+    compute: str, capability: tuple[int, int], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    with pytest.raises(PronghornError, match=rf"or newer, and a card has {capability[0]}\.{capability[1]}") as caught:
+        check_device(Compute.of(compute), torch.device("cuda"))
+    assert caught.value.remedy.startswith(remedy)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    check_device(Compute.INT8, torch.device("cuda"))

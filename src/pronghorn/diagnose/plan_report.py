@@ -154,10 +154,14 @@ def report_plan(
     if not on_this_gpu and recipe.precision.dtype == "auto":
         precision = recipe.precision.model_copy(update={"dtype": "bfloat16" if spec.bf16 else "float16"})
         recipe = recipe.model_copy(update={"precision": precision})
-    if recipe.precision.compute != "dtype" and not spec.fp8:
+    integers = recipe.precision.compute == "int8"
+    if recipe.precision.compute != "dtype" and not (spec.bf16 if integers else spec.fp8):
+        least = "Ampere or newer" if integers else "Ada, Hopper or Blackwell"
         raise UnsupportedError(
-            f"precision.compute: {recipe.precision.compute} needs Ada, Hopper or Blackwell; {spec.name} is older",
-            "leave precision.compute out, or name another --device",
+            f"precision.compute: {recipe.precision.compute} needs {least}; {spec.name} is older",
+            "set it to int8, leave it out, or name another --device"
+            if spec.bf16
+            else "leave precision.compute out, or name another --device",
         )
     from pronghorn.train.build import autocast_dtype, load, of_one_process  # TRL's import takes seconds
     from pronghorn.train.weightless import weightless, work_of

@@ -34,7 +34,7 @@ class Card(NamedTuple):
 
     @property
     def fp8(self) -> bool:
-        """Whether it has 8-bit products."""
+        """Whether it has products of 8-bit floats."""
         return self.capability >= 8.9
 
 

@@ -24,9 +24,9 @@ class DeviceSpec:
     """Bytes a second to pinned host memory, each way; 0 where the host shares its memory: no offload."""
     source: str
     fp8: bool = True
-    """Whether it has 8-bit products; true where the card isn't known."""
+    """Whether it has products of 8-bit floats; true where the card isn't known."""
     bf16: bool = True
-    """Whether it computes in bfloat16; true where the card isn't known."""
+    """Whether it computes in bfloat16 and, as these cards do, in 8-bit integers; true where the card isn't known."""
     display_bytes: int = 0
     """What plans leave to a screen."""
     link: float = 0.0

@@ -10,8 +10,9 @@ import torch
 from pronghorn.compute_names import ComputeName
 from pronghorn.errors import ConfigError, UnsupportedError
 
-CAPABILITY = (8, 9)
-"""The first compute capability with 8-bit products: Ada."""
+CAPABILITY, INTEGERS = (8, 9), (8, 0)
+"""The first compute capabilities with products of 8-bit floats, Ada, and of 8-bit integers as kernels here use them,
+Ampere."""
 MULTIPLE = 16
 """Rows and columns of a weight that an 8-bit product takes are a multiple of this."""
 
@@ -92,9 +93,14 @@ def check_device(compute: Compute, device: torch.device) -> None:
     if not compute.is_fp8 or device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
-    if capability < CAPABILITY:
-        name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+    needed = INTEGERS if compute is Compute.INT8 else CAPABILITY
+    if capability < needed:
+        name, least, version = (
+            torch.cuda.get_device_name(device),
+            *(".".join(map(str, x)) for x in (needed, capability)),
+        )
+        other = "use compute = 'int8', or " * (capability >= INTEGERS)
         raise UnsupportedError(
-            f"compute = '{compute}' needs compute capability 8.9 or newer, and {name} has {version}",
-            "leave compute out (products in the model's dtype); load_in_4bit makes the model smaller there",
+            f"compute = '{compute}' needs compute capability {least} or newer, and {name} has {version}",
+            f"{other}leave compute out (products in the model's dtype); load_in_4bit makes the model smaller there",
         )
