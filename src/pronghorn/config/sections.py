@@ -318,8 +318,8 @@ class Precision(Section):
     compute: ComputeName = Field(
         "dtype",
         description="numbers that frozen linears and experts multiply in: dtype, or 8 bits by rows (Ada and newer, "
-        "int8 on Ampere, too; packed rows, LoRA). fp8: input gradients in e4m3; int8: the forward, too, but for that of "
-        "queries, keys and values, in integers; fp8_both: all of both in e4m3; fp8_exact: the same, summed exactly. "
+        "int8 on Ampere, too; packed rows, LoRA). fp8: input gradients in e4m3; int8: the forward, too, but for that "
+        "of queries, keys and values, in integers; fp8_both: all of both in e4m3; fp8_exact: the same, summed exactly. "
         "See pronghorn docs precision",
     )
 
