@@ -28,6 +28,7 @@ from pronghorn.train import evaluate
 from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run
 from pronghorn.train.run_state import changed_keys
+from support.chats import CHATML, byte_level
 from support.templates import with_template
 from support.tiny import tiny_model
 
@@ -372,6 +373,28 @@ def test_gpt_oss_channels_are_no_part_of_an_answer(stories: Path, monkeypatch: p
 
 
 THOUGHT = "<think>\nWho\nsat?\n</think>\n\nA cat."
+
+
+@pytest.mark.parametrize("field", ["", "{{ m.reasoning_content }}"], ids=["no field", "field"])
+def test_gemma_4_s_thoughts_are_no_part_of_an_answer(
+    stories: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), byte_level(CHATML)
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", field + "{{ m.content }}")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>"]})
+    asked = [{"role": "user", "content": "Who?"}]
+    for written, text in (
+        ("A cat.<|im_end|>", "A cat."),
+        ("<|channel>thought\nWho\nsat?<channel|>A cat.<|im_end|>", THOUGHT),
+        ("<|channel>thought\n<channel|>A cat.<|im_end|>", "A cat."),
+        ("<|channel>thought\nWho", "<think>\nWho\n</think>\n\n"),
+        ("<|channel>thought", ""),
+    ):
+        given = Given(model, monkeypatch, *tokenizer(written)["input_ids"])
+        assert evaluate.answer(model, tokenizer, asked, 99) == text
+    evaluate.answer(model, tokenizer, [*asked, {"role": "assistant", "content": THOUGHT}, *asked], 99)
+    thought = "Who\nsat?" if field else ""
+    assert f"<|im_start|>assistant\n{thought}A cat.<|im_end|>" in tokenizer.decode(given.ids)
 
 
 def test_reasoning_that_the_prompt_opens_is_told_apart(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ _CHANNEL = re.compile(
     r"<\|channel\|>\s*(\w*)(?:(?!<\|message\|>).)*<\|message\|>((?:(?!<\|(?:end|start|return|call)\|>).)*)", re.DOTALL
 )
 """A message of gpt-oss: its channel, and what it says."""
+_OPENS, _TITLE, _CLOSES = "<|channel>", "thought", "<channel|>"
+"""Gemma 4's tokens around what it thinks, which decoding leaves out, and the word that is written behind the first."""
 
 
 class Reasoning:
@@ -35,6 +37,13 @@ class Reasoning:
             return row
         messages = tuple(apart(m) if self._has_field("tool_calls" in m.extra) else _joined(m) for m in row.messages)
         return replace(row, messages=messages)
+
+    def remembered(self, row: Conversation) -> Conversation:
+        """Place what a model itself thought, as `placed`. Where it marks that otherwise than by <think> (Gemma 4) and
+        the template takes it in no field, it is left out: <think> would be something that it never wrote."""
+        if not _marks_thoughts(self._tokenizer):
+            return self.placed(row)
+        return replace(row, messages=tuple(map(apart, row.messages)))
 
     def _has_field(self, calls: bool) -> bool:
         """Tell whether the chat template renders the reasoning of a turn, one with `calls` or one of text alone."""
@@ -77,7 +86,7 @@ def _joined(message: Message) -> Message:
 
 def said(tokenizer: PreTrainedTokenizerBase, ids: list[int], prompt: str) -> str:
     """Return the text of what a model wrote behind a prompt; reasoning is within <think>, also where the prompt opens
-    it (Qwen3.5) or gpt-oss's channels tell it from the answer."""
+    it (Qwen3.5) or channels tell it from the answer (gpt-oss, Gemma 4)."""
     text = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
     if "<|channel|>" in str(tokenizer.chat_template):
         messages = _CHANNEL.findall(str(tokenizer.decode(ids, skip_special_tokens=False)))
@@ -85,7 +94,34 @@ def said(tokenizer: PreTrainedTokenizerBase, ids: list[int], prompt: str) -> str
             return text
         thought = "".join(each for channel, each in messages if channel == "analysis").strip()
         answer = "".join(each for channel, each in messages if channel != "analysis").strip()
-        return f"<think>\n{thought}\n</think>\n\n{answer}" if thought else answer
+        return _thinking(thought, answer)
+    if _marks_thoughts(tokenizer):
+        return _thinking(*_thoughts(tokenizer, ids))
     if "</think>" in text and prompt.rstrip().endswith("<think>"):
         return f"<think>\n{text}"
     return text
+
+
+def _thinking(thought: str, answer: str) -> str:
+    return f"<think>\n{thought}\n</think>\n\n{answer}" if thought else answer
+
+
+def _marks_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether a tokenizer has Gemma 4's tokens around thoughts."""
+    return {_OPENS, _CLOSES} <= tokenizer.get_added_vocab().keys()
+
+
+def _thoughts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> tuple[str, str]:
+    """Return what Gemma 4 thought, and what it said."""
+    opens, closes = (tokenizer.get_added_vocab()[token] for token in (_OPENS, _CLOSES))
+    thoughts, answer, thinks = list[list[int]](), list[int](), False
+    for token in ids:
+        if token == opens:
+            thoughts.append([])
+        if token in (opens, closes):
+            thinks = token == opens
+        else:
+            (thoughts[-1] if thinks else answer).append(token)
+    texts = (str(tokenizer.decode(each, skip_special_tokens=True)).lstrip() for each in thoughts)
+    thought = "".join(text.removeprefix(_TITLE) for text in texts)
+    return thought.strip(), str(tokenizer.decode(answer, skip_special_tokens=True)).strip()

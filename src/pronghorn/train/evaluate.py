@@ -113,7 +113,7 @@ def _prompt(tokenizer: Any, turns: list[dict[str, str]], system: str | None, rul
     control = ControlTokens(tokenizer) if rule != "allow" and tokenizer.is_fast else None
     if control is not None and control.held(row) is None:
         control = None
-    row = Reasoning(tokenizer).placed(row if control is None else control.escape(row))
+    row = Reasoning(tokenizer).remembered(row if control is None else control.escape(row))
     text = render(row.messages, [], tokenizer, "the prompt", answer=True)
     if control is not None:
         return text, control.encode(text, "the prompt").ids
