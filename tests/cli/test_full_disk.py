@@ -15,10 +15,13 @@ import datasets
 import huggingface_hub
 import pytest
 import torch
+import typer
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from typer.testing import CliRunner
 
 from pronghorn.cli.console import Console
+from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.main import app
 from pronghorn.config.recipe import Source
 from pronghorn.data.sources import fingerprint
@@ -150,3 +153,37 @@ def test_a_terminal_of_no_width_shows_text(monkeypatch: pytest.MonkeyPatch) -> N
     shown = io.StringIO()
     Console(file=shown).print("held-out loss")
     assert shown.getvalue() == "held-out loss\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+        OSError(errno.EROFS, os.strerror(errno.EROFS)),
+        OSError(errno.EFBIG, os.strerror(errno.EFBIG)),
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES), "adapter/config.json"),
+        SafetensorError("Error while serializing: I/O error: Input/output error (os error 5)"),
+        RuntimeError("[enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/0"),
+    ],
+    ids=str,
+)
+def test_a_disk_that_fails_anywhere_is_two_lines(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), plain_errors(debug=False):
+        raise error
+    told = capsys.readouterr().err
+    assert "error: a file can't be read or written: " in told and "remedy: look at the rights" in told
+    assert " ".join(str(error).split()) in told
+    with pytest.raises(type(error)), plain_errors(debug=True):
+        raise error
+
+
+def test_a_full_disk_under_safetensors_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), plain_errors(debug=False):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert "error: disk space ran out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(errno.ECONNREFUSED, "refused"), ValueError("5")], ids=str)
+def test_what_is_no_disk_s_stays_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)), plain_errors(debug=False):
+        raise error

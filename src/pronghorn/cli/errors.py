@@ -6,6 +6,7 @@ import errno
 import functools
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,11 @@ LONGEST = 360
 MEMORY, THREADS, DISK, FILES = "memory", "threads", "disk space", "files that may be open"
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 """Of files that a process, or the whole system, has open."""
+_DISK_FAILS = (errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ENXIO)
+"""What a disk or a file system fails with, wherever a file is read or written."""
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
+_OF_TORCH = ("PytorchStreamWriter failed", "file write failed")
+"""What torch.save says of any error of the disk, without saying which."""
 _NO_ROOM = ("failed to map segment", "returned NULL without setting an exception")
 """What the loader says of a library for which no memory is left, and Python of an import that had none."""
 
@@ -54,8 +60,8 @@ def with_plain_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def plain_errors(debug: bool) -> Iterator[None]:
-    """Show Pronghorn's own errors, and memory, a disk or open files that ran out, as two lines with exit code 1, and
-    Ctrl-C as one with 130.
+    """Show Pronghorn's own errors, memory, a disk or open files that ran out, and disks that fail, as two lines with
+    exit code 1, and Ctrl-C as one with 130.
 
     Other errors stay as they are. Other libraries' notices to programmers (deprecations) are shown with --debug only.
     """
@@ -73,10 +79,12 @@ def plain_errors(debug: bool) -> Iterator[None]:
         if debug:
             _raise(error)
         _tell(_ran_out(error, FILES, "") if _lacks_files(error) else error)
-    except (RuntimeError, MemoryError, ImportError, OSError) as error:
+    except Exception as error:
         short_of = _short_of(error)
-        if debug or short_of is None:
+        if debug or (short_of is None and not _disk_fails(error)):
             _raise(error)
+        if short_of is None:
+            _tell(_failed(error))
         less = "shorter rows (model.max_seq_length, --tokens), a quantised base, or nothing else on the device"
         if short_of == THREADS:
             less = "raise the shell's limits (ulimit -v for memory, ulimit -u for threads)"
@@ -87,8 +95,6 @@ def plain_errors(debug: bool) -> Iterator[None]:
         whole = "Interrupted. What is in the output folder is whole; what was being written is not there."
         _stderr().print(f"{whole} The same command goes on, or begins again.")
         raise typer.Exit(INTERRUPTED) from None
-    except Exception as error:
-        _raise(error)
 
 
 @contextmanager
@@ -134,6 +140,26 @@ def _short_of(error: BaseException | None) -> str | None:
                 return MEMORY
         error = error.__cause__ or error.__context__
     return None
+
+
+def _disk_fails(error: BaseException | None) -> bool:
+    """Tell whether an error, or one that it was made of, is of a disk or of what may be done on it."""
+    while error is not None:
+        said = _OF_RUST.search(str(error))
+        number = int(said[1]) if said else getattr(error, "errno", None)
+        if (number in _DISK_FAILS and (said or isinstance(error, OSError))) or any(t in str(error) for t in _OF_TORCH):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _failed(error: Exception) -> PronghornError:
+    """Return the error that says what a file or its disk refused."""
+    said = " ".join(str(error).split())
+    remedy = (
+        "look at the rights, limits (ulimit -f) and quota where this command reads and writes, and at the disk (dmesg)"
+    )
+    return PronghornError(f"a file can't be read or written: {said}", f"{remedy}; then run the same command again")
 
 
 def _lacks_files(error: BaseException | None) -> bool:
