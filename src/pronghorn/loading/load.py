@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.downloads import room_for
+from pronghorn.data.downloads import only_cached, room_for
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.families.registry import without_dropout
 from pronghorn.loading.adapter import has_more_tokens, with_adapter
@@ -240,8 +240,8 @@ def find_model(
     if not isinstance(name, str | Path) or not str(name):
         what = repr(name) if name is None or isinstance(name, str | int) else f"is a {type(name).__name__}, and"
         raise ConfigError(f"model_name {what} is not a name", "give a folder, a .gguf file or a hub name (owner/model)")
-    hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
     path = Path(os.path.expanduser(name))  # leaves a home that isn't there as it is
+    hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision, **only_cached(path)}
     if path.suffix == ".gguf":
         _check_gguf(path, load_in_4bit)
         return FoundModel(path, None, None, max_seq_length, load_in_4bit, hub)

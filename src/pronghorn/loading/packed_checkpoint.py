@@ -60,7 +60,7 @@ def beside_config(name: str | Path, hub: dict[str, Any]) -> dict[str, Any] | Non
     from transformers.utils import cached_file
 
     file = cached_file(
-        str(name), MODELOPT_FILE, token=hub.get("token"), revision=hub.get("revision"),
+        str(name), MODELOPT_FILE, **_asked(hub),
         _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
     )  # fmt: skip
@@ -70,6 +70,11 @@ def beside_config(name: str | Path, hub: dict[str, Any]) -> dict[str, Any] | Non
     if not isinstance(stored, dict):
         raise DataError(f"{file}: its quantization is not a table", "copy, download or save it again")
     return {"quant_method": "modelopt", **stored} if stored.get("quant_algo") else None  # it may be the KV cache alone
+
+
+def _asked(hub: dict[str, Any]) -> dict[str, Any]:
+    """Return what the hub's client takes of the options of `find_model`."""
+    return {name: hub[name] for name in ("token", "revision", "local_files_only") if hub.get(name) is not None}
 
 
 @dataclass(frozen=True)
@@ -187,8 +192,8 @@ def fetched(name: str | Path, hub: dict[str, Any]) -> Path:
     from huggingface_hub import snapshot_download
 
     def download(patterns: Iterable[str]) -> Path:
-        asked: dict[str, Any] = {"revision": hub.get("revision"), "token": hub.get("token"), "ignore_patterns": ["*/*"]}
-        return Path(snapshot_download(str(name), allow_patterns=sorted(patterns), **asked))
+        wanted = sorted(patterns)
+        return Path(snapshot_download(str(name), allow_patterns=wanted, ignore_patterns=["*/*"], **_asked(hub)))
 
     try:
         index = download(METADATA) / "model.safetensors.index.json"

@@ -47,6 +47,8 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
     remedy = "download or copy it again: configuration and weights must be of one model"
     try:
         if composite is None:
+            if options.get("local_files_only"):  # it looks for an adapter, too, and forgets it there
+                options["adapter_kwargs"] = {"local_files_only": True}
             model, info = cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
         else:
             model, info = _language_model(name, composite, **options)
@@ -91,7 +93,7 @@ def _language_model(
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    folder = fetched(name, {"token": token, "revision": revision})
+    folder = fetched(name, {"token": token, "revision": revision, "local_files_only": options.get("local_files_only")})
     kinds: Any = AutoModelForCausalLM._model_mapping
     options = {key: value for key, value in options.items() if key not in ("use_safetensors", "trust_remote_code")}
     with ExitStack() as opened:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from pronghorn.config.sections import DATA_FILES
+from pronghorn.data.downloads import only_cached
 from pronghorn.records.page import write_text
 from pronghorn.records.record import RunRecord
 from pronghorn.text import counted
@@ -109,7 +110,7 @@ def _card_of(name: str) -> str | None:
         from huggingface_hub import hf_hub_download
 
         try:
-            path = Path(hf_hub_download(name, FILE_NAME, etag_timeout=_SECONDS)).parent
+            path = Path(hf_hub_download(name, FILE_NAME, etag_timeout=_SECONDS, **only_cached(name))).parent
         except Exception:  # no card, no hub, no right to read it: of httpx, of the hub, of the disk
             return None
     try:
