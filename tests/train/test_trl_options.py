@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from transformers import EarlyStoppingCallback
 
 from pronghorn import SFTTrainer
 from pronghorn.diagnose.shapes import byte_tokenizer
@@ -91,3 +92,15 @@ def test_selective_checkpointing_beside_a_plan_is_refused(tmp_path: Path) -> Non
     args = config(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"selective": True})
     with pytest.raises(ConfigError, match=r"'selective': True}, and the model's memory plan .* leave it out"):
         SFTTrainer(model, args, train_dataset=documents(), processing_class=byte_tokenizer(64))
+
+
+def test_arguments_by_place_are_trl_s(tmp_path: Path) -> None:
+    model, args = add_lora(tiny_model("llama"), r=2), config(tmp_path, max_length=LENGTH, max_steps=1)
+    tokenizer, stop = byte_tokenizer(64), EarlyStoppingCallback()
+    with pytest.raises(ConfigError, match="given train_dataset twice: as argument 4, and by name: leave one out"):
+        SFTTrainer(model, args, None, documents(), train_dataset=documents(), processing_class=tokenizer)
+    with pytest.raises(ConfigError, match=r"\d+ arguments by place, and SFTTrainer has \d+: name them"):
+        SFTTrainer(model, args, *[None] * 40)
+    trainer = SFTTrainer(model, args, None, documents(), documents(5), tokenizer, None, None, [stop])
+    assert trainer.processing_class is tokenizer and len(trainer.eval_dataset) == 5
+    assert stop in trainer.callback_handler.callbacks

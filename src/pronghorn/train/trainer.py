@@ -71,8 +71,8 @@ class SFTTrainer(EvaluatingTrainer):
         UnsupportedError: an argument the packed path doesn't serve.
     """
 
-    def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
-        validate.check_old_arguments(model, kwargs)
+    def __init__(self, model: Any, args: Any = None, *given: Any, tokenizer: Any = None, **kwargs: Any) -> None:
+        validate.check_old_arguments(model, kwargs := validate.by_name(given, kwargs))
         if args is None:
             args = trl.SFTConfig(output_dir="pronghorn-sft", packing=True, bf16=is_bf16_supported())
             if getattr(model, "max_seq_length", None) is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,25 @@ _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_tex
 
 _NOT_EVALUATED = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss")
 """What TRL's evaluations tell beside the loss."""
+
+
+def by_name(given: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments behind `model` and `args`, those given by place under the names that TRL's trainer has for
+    them.
+
+    Raises:
+        ConfigError: more than it has, or one that is given both ways.
+    """
+    from trl import SFTTrainer
+
+    names = [*inspect.signature(SFTTrainer).parameters][2:]
+    if len(given) > len(names):
+        raise ConfigError(f"{2 + len(given)} arguments by place, and SFTTrainer has {2 + len(names)}", "name them")
+    placed = dict(zip(names, given, strict=False))
+    if twice := sorted(placed.keys() & kwargs.keys()):
+        place = 3 + names.index(twice[0])
+        raise ConfigError(f"SFTTrainer was given {twice[0]} twice: as argument {place}, and by name", "leave one out")
+    return {**placed, **kwargs}
 
 
 def check_old_arguments(model: Any, kwargs: Mapping[str, Any]) -> None:
