@@ -127,6 +127,26 @@ def test_an_adapter_of_codes(adapter: Path) -> None:
         load(adapter)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_an_adapter_with_numbers_that_are_none(adapter: Path, number: float) -> None:
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = [*weights][-1]
+    weights[name][0, 0] = number
+    save_file(weights, file)
+    with pytest.raises(DataError, match=rf"adapter_model\.safetensors: {name} holds NaN or infinite numbers"):
+        load(adapter)
+
+
+def test_an_adapter_in_several_files(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    index = {"weight_map": dict.fromkeys(load_file(file), "part.safetensors")}
+    file.rename(adapter / "part.safetensors")
+    (adapter / f"{file.name}.index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"holds an adapter in several files .* and PEFT reads adapter_model"):
+        load(adapter)
+
+
 def test_an_adapter_with_another_model_s_tokenizer(adapter: Path, model: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(model / name, adapter / name)
@@ -318,6 +338,33 @@ def test_a_tensor_that_two_files_hold(model: Path) -> None:
     load(model)
     save_file({"lm_head.weight": head, QUERY: weights[QUERY] + 1}, model / "last", {"format": "pt"})
     with pytest.raises(DataError, match=rf"first\.safetensors and .*last hold other values of {QUERY}"):
+        load(model)
+
+
+@pytest.mark.parametrize("wrong", ["swapped", "absent"])
+def test_an_index_and_files_that_differ(model: Path, wrong: str) -> None:
+    """transformers, which loads to the CPU, takes what the files hold, whatever the index says."""
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    halves = {"a.safetensors": [*weights][:20], "b.safetensors": [*weights][20:]}
+    index: dict[str, Any] = {
+        "metadata": {},
+        "weight_map": {name: file for file, names in halves.items() for name in names},
+    }
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file, names in halves.items():
+        save_file({name: weights[name] for name in names}, model / file, {"format": "pt"})
+    load(model)
+    if wrong == "swapped":
+        (model / "a.safetensors").rename(model / "c")
+        (model / "b.safetensors").rename(model / "a.safetensors")
+        (model / "c").rename(model / "b.safetensors")
+    else:
+        index["weight_map"]["model.layers.0.self_attn.rotary.inv_freq"] = "b.safetensors"
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        DataError, match=r"index\.json names .*, which .*\.safetensors lacks: copy, download or save it"
+    ):
         load(model)
 
 

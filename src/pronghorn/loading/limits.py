@@ -175,12 +175,13 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: C
     """Compare a configuration with the headers of its weights, before a model is built from it.
 
     Raises:
-        DataError: names that a wrapper gave them, codes of which the configuration says nothing, or the other way
-            round; another number of layers than the weights have, or another vocabulary or width; of a model with
-            towers, too, a tensor that is none of its parts'.
+        DataError: tensors that an index names and its files lack; names that a wrapper gave them; codes of which the
+            configuration says nothing, or the other way round; another number of layers than the weights have, or
+            another vocabulary or width; of a model with towers, too, a tensor that is none of its parts'.
     """
     from transformers import AutoModelForCausalLM
 
+    next(checkpoint(folder), None)  # compares an index with its files, which transformers doesn't
     stored = [tensor for file in files for tensor in checkpoint(file)]
     _check_stored(folder, files, stored, config, composite)
     family = check_config(config)

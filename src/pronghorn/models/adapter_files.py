@@ -122,8 +122,14 @@ def check_adapter_weights(folder: Path, table: dict[str, Any]) -> None:
     base. Declared are `modules_to_save`, biases where `bias` says so, embeddings and head (see `check_embeddings`).
 
     Raises:
-        DataError: other tensors, or numbers that aren't plain; names them.
+        DataError: other tensors, numbers that aren't plain or aren't finite, or several files; names them.
     """
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise DataError(
+            f"{folder} holds an adapter in several files ({WEIGHTS}.index.json), and PEFT reads {WEIGHTS} alone",
+            f"join them: safetensors.torch's save_file({{**load_file(PART), **load_file(PART)}}, {WEIGHTS!r})",
+        )
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     prefix = next(v for k, v in PEFT_TYPE_TO_PREFIX_MAPPING.items() if k.value == table["peft_type"])
@@ -143,18 +149,24 @@ def check_adapter_weights(folder: Path, table: dict[str, Any]) -> None:
             or any(module.endswith(saved) for module in modules)
         )
 
-    stored = [*checkpoint(folder / WEIGHTS)] if (folder / WEIGHTS).is_file() else []
-    codes = next((tensor for tensor in stored if not (tensor.dtype in PLAIN or _INTEGERS.search(tensor.name))), None)
-    if codes is not None:
-        raise DataError(
-            f"{folder / WEIGHTS}: {codes.name} is {codes.dtype}, of which nothing says what its numbers mean",
-            "save the adapter in 16 or 32 bits",
-        )
-    foreign = sorted(tensor.name for tensor in stored if not declared(tensor.name))
+    foreign = []
+    for tensor in checkpoint(file):
+        if not (tensor.dtype in PLAIN or _INTEGERS.search(tensor.name)):
+            raise DataError(
+                f"{file}: {tensor.name} is {tensor.dtype}, of which nothing says what its numbers mean",
+                "save the adapter in 16 or 32 bits",
+            )
+        if tensor.dtype in PLAIN and not tensor.read().isfinite().all():
+            raise DataError(
+                f"{file}: {tensor.name} holds NaN or infinite numbers: the training that saved it went wrong",
+                "use the adapter of an earlier checkpoint, or train it again with a lower learning rate",
+            )
+        if not declared(tensor.name):
+            foreign.append(tensor.name)
     if foreign:
         raise DataError(
-            f"{folder / WEIGHTS} holds {counted(len(foreign), 'tensor')} that would change the base model "
-            f"({', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''})",
+            f"{file} holds {counted(len(foreign), 'tensor')} that would change the base model "
+            f"({', '.join(sorted(foreign)[:3])}{' ...' if len(foreign) > 3 else ''})",
             "remove them, or declare what was trained whole in modules_to_save of adapter_config.json",
         )
 
