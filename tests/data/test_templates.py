@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from pronghorn.data.labels import label_rows
 from pronghorn.data.rows import Conversation, Message
-from pronghorn.data.template import BUILT_IN
+from pronghorn.data.template import _OPENED, BUILT_IN, _last_two
 from pronghorn.errors import DataError
 from support.chats import CHATML, WHERE, byte_level, one, trained, written
 from support.templates import with_template
@@ -235,6 +235,21 @@ def test_what_the_template_writes_behind_its_generation_prompt_is_the_models(
     assert trained(document, tokenizer) == [f"{lead}b<|im_end|>", f"{lead}d<|im_end|>"]
     own = (Message("user", "pronghorn"), Message("assistant", "a pronghorn"))  # what finds the lead may be said
     assert trained(one(Conversation(own, **WHERE), tokenizer), tokenizer) == [f"{lead}a pronghorn<|im_end|>"]
+
+
+@pytest.mark.parametrize("before", ["", "a", "<think>\n", "<|im_end|><a"])
+@pytest.mark.parametrize(
+    "end",
+    ["", "b", "<think>", "<think>\n\n</think>\n", "</think>", "<|channel>thought\n<channel|>", "<channel|>"]
+    + ["<|START_THINKING|>", "<|START_THINKING|><|END_THINKING|>"],
+)
+def test_what_a_prompt_opens_is_looked_for_at_its_end_alone(before: str, end: str) -> None:
+    """A conversation of thousands of turns is else searched whole once a turn."""
+    prompt = before + end
+    begin = _last_two(prompt)
+    assert prompt.count("<", begin) <= 2
+    everywhere, there = _OPENED.search(prompt), _OPENED.search(prompt, begin)
+    assert (everywhere and everywhere.span()) == (there and there.span())
 
 
 def test_a_system_message_that_moves_splits_the_conversation() -> None:

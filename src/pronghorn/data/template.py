@@ -287,7 +287,7 @@ def _begin(message: Message, prompt: str, text: str) -> int | None:
     A turn without reasoning begins behind an empty block of reasoning, though the prompt opens one: the model is given
     the block where thinking is switched off. Where the template writes no block, the turn begins in its place.
     """
-    opened = _OPENED.search(prompt)
+    opened = _OPENED.search(prompt, _last_two(prompt))
     before = prompt[: opened.start()] if opened else prompt
     if opened and not message.reasoning:
         for block in _EMPTY:
@@ -298,6 +298,12 @@ def _begin(message: Message, prompt: str, text: str) -> int | None:
     if not opened or not text.startswith(before + opened[opened.lastindex or 0] if message.reasoning else before):
         return None
     return len(before)
+
+
+def _last_two(prompt: str) -> int:
+    """Return where the last two tokens of a prompt may begin, behind which `_OPENED` finds nothing more: searching all
+    of it, once a turn, would take as long as a long conversation's rendering."""
+    return max(0, prompt.rfind("<", 0, max(0, prompt.rfind("<"))))
 
 
 def _end_of_turn(row: Conversation, index: int, start: int, text: str, tokenizer: "PreTrainedTokenizerBase") -> int:
