@@ -240,8 +240,10 @@ def test_what_the_template_writes_behind_its_generation_prompt_is_the_models(
 @pytest.mark.parametrize("before", ["", "a", "<think>\n", "<|im_end|><a"])
 @pytest.mark.parametrize(
     "end",
-    ["", "b", "<think>", "<think>\n\n</think>\n", "</think>", "<|channel>thought\n<channel|>", "<channel|>"]
-    + ["<|START_THINKING|>", "<|START_THINKING|><|END_THINKING|>"],
+    [
+        *("", "b", "<think>", "<think>\n\n</think>\n", "</think>", "<|channel>thought\n<channel|>", "<channel|>"),
+        *("<|START_THINKING|>", "<|START_THINKING|><|END_THINKING|>"),
+    ],
 )
 def test_what_a_prompt_opens_is_looked_for_at_its_end_alone(before: str, end: str) -> None:
     """A conversation of thousands of turns is else searched whole once a turn."""

@@ -6,15 +6,17 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import transformers
 import yaml
 from typer.testing import CliRunner
 
+from pronghorn.cli.init import Rows
 from pronghorn.cli.main import app
 from pronghorn.config.recipe import Recipe
+from pronghorn.data.formats import FORMATS
 from pronghorn.diagnose.plan_report import report_plan as plan_report
 from pronghorn.memory.planner import PlanDoesNotFit
 
@@ -185,6 +187,20 @@ def test_data_that_can_t_be_trained_on_are_told_at_once(place: Path, stories: Pa
     (place / "rows.jsonl").write_text('{"frage": "a", "antwort": "b"}\n')
     result = invoke("init", "--model", str(stories), "--data", "rows.jsonl")
     assert result.exit_code == 1 and "rows.jsonl line 1" in result.stderr and not (place / "recipe.yaml").exists()
+
+
+def test_rows_with_keys_that_change_nothing_are_read_by_their_format(place: Path, stories: Path) -> None:
+    (place / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "score": 3}\n')
+    result = invoke("init", "--model", str(stories), "--data", "rows.jsonl")
+    told = " ".join(result.stderr.split())
+    assert result.exit_code == 1 and "to ignore every other key (pronghorn init --format)" in told
+    result = invoke("init", "--model", str(stories), "--data", "rows.jsonl", "--format", "prompt_completion")
+    assert result.exit_code == 0, result.output
+    assert yaml.safe_load((place / "recipe.yaml").read_text())["data"]["format"] == "prompt_completion"
+    result = invoke("init", "other.yaml", "--model", str(stories), "--data", "rows.jsonl", "--format", "messages")
+    assert result.exit_code == 1 and "no 'messages' among its keys" in result.stderr
+    assert "(pronghorn init --format)" not in result.stderr
+    assert set(get_args(Rows)) == set(FORMATS)
 
 
 def test_preferences_lead_to_their_page(place: Path) -> None:

@@ -48,6 +48,7 @@ def _copy(name: str, output: Path, given: dict[str, Any], console: Console) -> N
 
 
 Task = Literal["sft", "pretrain", "dpo", "kto", "orpo", "grpo"]
+Rows = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
 def init(
@@ -65,6 +66,9 @@ def init(
         str | None, typer.Option(help="Model to train: a folder or a hub name. By default one that fits.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Your rows: a file, a folder or a hub name.")] = None,
+    format: Annotated[
+        Rows | None, typer.Option(help="What a row is (data.format): every other key is ignored.")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="GPU|SIZE", help="GPU to write for, e.g. rtx4090. By default this machine's.")
     ] = None,
@@ -89,7 +93,7 @@ def init(
     """
     console = Console(highlight=False, soft_wrap=True)
     if recipe is not None:
-        _copy(recipe, output, {"--model": model, "--data": data, "--device": device}, console)
+        _copy(recipe, output, {"--model": model, "--data": data, "--format": format, "--device": device}, console)
         return
     from pronghorn.config.recipe import DATA_FILES
 
@@ -111,7 +115,7 @@ def init(
     from pronghorn.train.progress import RowsProgress
 
     with RowsProgress(console) as progress:
-        draft = first_recipe(task, method, model, data, device, progress)
+        draft = first_recipe(task, method, model, data, device, progress, format)
     write_new(output, draft.text(head(Machine.of(device), data)))
     console.print(f"{output} is written.", markup=False)
     tell_next(console, output)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.config.recipe import Recipe
+from pronghorn.config.sections import Format
 from pronghorn.data.files import READERS, read_file
 from pronghorn.data.formats import PROVENANCE, columns_to_write, likely_columns, turns_column
 from pronghorn.data.template import BUILT_IN, NoTemplateError, special_tokens
@@ -71,6 +72,7 @@ def first_recipe(
     data: Path | None,
     device: str | None,
     progress: Progress | None = None,
+    format: Format | None = None,
 ) -> Draft:
     """Return a recipe that trains `model` on `data`.
 
@@ -78,6 +80,7 @@ def first_recipe(
         model, data: None for one that suits the machine, and for a file to be written.
         device: a GPU to write for, as `pronghorn plan` knows it; None for this machine.
         progress: is told of the rows that are tokenised.
+        format: what a row is; None: its keys tell.
     Raises:
         ConfigError, DataError, UnsupportedError: what training would raise.
     """
@@ -94,6 +97,8 @@ def first_recipe(
     draft.put(
         "data.train", str(data or EXAMPLE_DATA), 'a row: {"prompt": "…", "completion": "…"}; pronghorn docs finetune'
     )
+    if format is not None:
+        draft.put("data.format", format, "what a row is; its other keys are ignored")
     if task == "pretrain":
         draft.put("data.loss_on", "all", "learn every token")
     draft.put("train.output", f"runs/{data.stem if data else 'mine'}", "adapter, run.json and report.html go here")
@@ -122,7 +127,8 @@ def _look_at(draft: Draft, machine: Machine, named: bool, progress: Progress | N
     """
     name = draft.recipe["model"]["name"]
     path = Path(draft.recipe["data"]["train"])
-    if path.is_file() and path.suffix.lower() in READERS:
+    named_format = "format" in draft.recipe["data"]
+    if path.is_file() and path.suffix.lower() in READERS and not named_format:
         _name_columns(draft, path)
     try:
         located = find_model(name, max_seq_length=1, weights=False)
@@ -137,6 +143,10 @@ def _look_at(draft: Draft, machine: Machine, named: bool, progress: Progress | N
     except NoTemplateError as error:
         _choose_template(draft, located, error)
         seen = inspect(_recipe(draft, overflow="truncate"), "train", 0, progress)
+    except DataError as error:
+        if named_format or "set data.format" not in error.remedy:
+            raise
+        raise DataError(error.problem, f"{error.remedy} (pronghorn init --format)") from error
     _choose_length(draft, seen, min(limit, LONGEST if machine.gpu else ON_A_CPU))
 
 
