@@ -232,6 +232,19 @@ def test_only_forwards_that_a_graph_may_serve_have_few_lengths(monkeypatch: pyte
     assert tokens(nullcontext()) == 576
 
 
+def test_forwards_that_ask_for_routers_logits_have_no_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No graph has these."""
+    model = adapted("qwen3_moe", num_hidden_layers=1, output_router_logits=False)
+    graphed(model, monkeypatch)
+    ids = torch.randint(3, model.config.vocab_size, (4, 135), generator=torch.Generator().manual_seed(0))
+    found = []
+    for asked in (None, True):
+        seen = Seen(model)
+        model(input_ids=ids, use_cache=False, output_router_logits=asked)
+        found += [count for _, count in seen.taken()]
+    assert found == [640, 576]
+
+
 @pytest.mark.gpu
 def test_checkpointing_around_a_model_recomputes_the_same_rows() -> None:
     """Whatever the forward before was."""

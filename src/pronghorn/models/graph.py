@@ -32,7 +32,7 @@ from pronghorn.models.families import looks_tokens_up
 from pronghorn.models.graph_benefit import GraphBenefit
 from pronghorn.models.graph_replay import Captured, Replay
 from pronghorn.models.metadata import LAYERS
-from pronghorn.models.unpadded import CHECKPOINTING, GRAPHS, MORE
+from pronghorn.models.unpadded import CHECKPOINTING, GRAPHS, asks_for_more
 
 Graph = Literal["auto", "on", "off"]
 MOST_GRAPHS = 8
@@ -273,8 +273,7 @@ def graphed_class(original: Any) -> type[nn.Module]:
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.get("packed")
-        asked = {name: kwargs.get(name) for name in MORE}  # None: as the configuration says
-        told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
+        told = asks_for_more(self.config, kwargs)
         looked = STEP in kwargs and not looks_tokens_up(self)  # by the pre-hook: else nobody knows what changed
         if packed is None or args or told or not (is_training(self) and looked) or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)

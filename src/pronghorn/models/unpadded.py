@@ -10,6 +10,7 @@ inside, goes transformers' way, padded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,6 @@ UNPADDED = "pronghorn_unpadded"
 """The keyword of (B, L, the real tokens' places in B·L) in a backbone's forward that has these tokens alone."""
 _READ = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch")
 _STATES = ("output_hidden_states", "output_attentions")
-MORE = (*_STATES, "output_router_logits")
-"""By which a call or a configuration asks for more than the last hidden states."""
 _SHAPELESS = ("pronghorn.", "transformers.utils.", "torch.distributed.")
 """Whose hooks don't mind how tokens lie: profile's, transformers' recorder's, FSDP2's."""
 CHECKPOINTING = ("make_inputs_require_grad", "make_inputs_require_grads")
@@ -72,7 +71,7 @@ def unpad(layers: FusedLayers, kwargs: dict[str, Any], tokens: Tensor, labels: T
     count = int(lengths.sum())
     step, backbone = TILE_ROWS, layers.backbone
     graphs = backbone.__dict__.get(GRAPHS)
-    if graphs is not None and graphs.may_serve(int(lengths.max())):
+    if graphs is not None and not asks_for_more(backbone.config, kwargs) and graphs.may_serve(int(lengths.max())):
         step = coarse(count, step, longest_tail(backbone.config))  # a graph serves one length
     tail = round_up(count, step) - count
     places = torch.from_numpy(np.flatnonzero(real)).to(tokens.device)
@@ -95,10 +94,9 @@ def _is_plain(layers: FusedLayers, kwargs: dict[str, Any], shape: tuple[int, ...
     if caches is None:  # nobody asked: in training none is missed
         caches = getattr(config, "use_cache", True) and not (backbone.training and torch.is_grad_enabled())
     others = [value for name, value in kwargs.items() if name not in _READ and isinstance(value, Tensor)]
-    asked = (getattr(config, name, False) if kwargs.get(name) is None else kwargs[name] for name in _STATES)
     returns = getattr(config, "return_dict", True) if kwargs.get("return_dict") is None else kwargs["return_dict"]
     return (
-        not (caches or others or any(asked))
+        not (caches or others or _asks(config, kwargs, *_STATES))
         and is_causal(config, kwargs)
         and bool(returns)
         # the tail is a document, too, and padding has positions that count
@@ -109,6 +107,16 @@ def _is_plain(layers: FusedLayers, kwargs: dict[str, Any], shape: tuple[int, ...
         and (positions is None or mask is not None or bool((positions.diff() == 1).all()))
         and not is_seen(layers)
     )
+
+
+def asks_for_more(config: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call of a backbone, or its configuration, asks for more than the last hidden states: no graph has
+    it."""
+    return _asks(config, kwargs, *_STATES, "output_router_logits")
+
+
+def _asks(config: Any, kwargs: Mapping[str, Any], *names: str) -> bool:
+    return any(getattr(config, name, False) if kwargs.get(name) is None else kwargs[name] for name in names)
 
 
 def is_seen(layers: FusedLayers) -> bool:
