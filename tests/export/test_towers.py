@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
 
 from pronghorn import FastLanguageModel
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
@@ -291,6 +291,30 @@ def test_the_template_of_the_training_is_the_processor_s_too(gemma3: Path, tmp_p
     save_merged(model, tokenizer, tmp_path / "merged")
     told = ProcessorMixin.get_processor_dict(tmp_path / "merged")[0]
     assert told["chat_template"] == "new" and told["processor_class"] == "Gemma3Processor"
+
+
+@pytest.mark.parametrize("first", ["model", "tokenizer"])
+def test_a_script_s_own_saving_leaves_one_template(gemma3: Path, tmp_path: Path, first: str) -> None:
+    (gemma3 / "chat_template.json").write_text('{"chat_template": "old"}')
+    (gemma3 / "processor_config.json").write_text('{"processor_class": "Gemma3Processor", "chat_template": "old"}')
+    model, tokenizer = FastLanguageModel.from_pretrained(str(gemma3), max_seq_length=64, full_finetuning=True)
+    tokenizer.chat_template, tokenizer.eos_token = "new", "<unk>"
+    for part in (model, tokenizer) if first == "model" else (tokenizer, model):
+        part.save_pretrained(tmp_path / "full")
+    assert ProcessorMixin.get_processor_dict(tmp_path / "full")[0]["chat_template"] == "new"
+    again = AutoTokenizer.from_pretrained(tmp_path / "full")
+    assert (again.chat_template, again.eos_token) == ("new", "<unk>")
+
+
+@pytest.mark.parametrize("own", ["old", "other"])
+def test_a_processor_s_own_template_stays(gemma3: Path, tmp_path: Path, own: str) -> None:
+    (gemma3 / "chat_template.json").write_text('{"chat_template": "old"}')
+    table = json.loads((gemma3 / "tokenizer_config.json").read_text())
+    (gemma3 / "tokenizer_config.json").write_text(json.dumps({**table, "chat_template": own}))
+    model, _ = FastLanguageModel.from_pretrained(str(gemma3), max_seq_length=64, full_finetuning=True)
+    model.save_pretrained(tmp_path / "full")
+    assert ProcessorMixin.get_processor_dict(tmp_path / "full")[0]["chat_template"] == "old"
+    assert AutoTokenizer.from_pretrained(tmp_path / "full").chat_template == own
 
 
 def test_merging_in_16_bits_says_so_and_keeps_the_towers_bytes(gemma3: Path, tmp_path: Path) -> None:

@@ -105,8 +105,12 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer beside a model. Its chat template is the processor's, too, so the original's is taken out of the
     older places, in which a processor looks first."""
     tokenizer.save_pretrained(folder)
-    if not getattr(tokenizer, "chat_template", None):
-        return
+    if getattr(tokenizer, "chat_template", None):
+        forget_older_templates(folder)
+
+
+def forget_older_templates(folder: Path) -> None:
+    """Take a processor's chat template out of the older places, in which it looks before chat_template.jinja."""
     (folder / "chat_template.json").unlink(missing_ok=True)
     path = folder / "processor_config.json"
     table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

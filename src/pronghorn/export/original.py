@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.export.folder import forget_older_templates
 from pronghorn.loading.composite import Composite
 from pronghorn.loading.packed_checkpoint import METADATA, MODELOPT_FILE, fetched
 from pronghorn.models.families import base_causal_lm
 from pronghorn.precision.loader import StoredTensor, checkpoint
 from pronghorn.text import counted
+
+_MODELS = ("config.json", "generation_config.json")
+"""Files that a model's `save_pretrained` writes; the others beside the weights are a tokenizer's and a processor's."""
 
 
 def composite_of(model: Any) -> Composite | None:
@@ -77,12 +81,16 @@ class Original:
         return tensor
 
     def write_files(self, base: Any, dtype: torch.dtype, folder: Path) -> None:
-        """Copy all files but the weights: configuration, processor, tokenizer. In config.json the dtype and what
-        training changed (vocabulary, a tied head) are set, and a quantisation goes."""
+        """Copy all files but the weights: configuration, processor, tokenizer; not over those that a tokenizer saved in
+        the folder before. In config.json the dtype and what training changed (vocabulary, a tied head) are set, and a
+        quantisation goes."""
+        told = (folder / "chat_template.jinja").exists()
         for file in self.folder.iterdir():
             left_out = ".safetensors" in file.name or file.name == MODELOPT_FILE
-            if any(file.match(glob) for glob in METADATA) and not left_out:
+            saved = (folder / file.name).exists() and file.name not in _MODELS
+            if any(file.match(glob) for glob in METADATA) and not (left_out or saved):
                 shutil.copyfile(file, folder / file.name)
+        _one_template(folder, told)
         path = folder / "config.json"
         before = json.loads(path.read_text(encoding="utf-8"))
         table = {key: value for key, value in before.items() if key != "quantization_config"}
@@ -101,3 +109,21 @@ class Original:
             table["text_config"] = text
         if table != before:
             path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def _one_template(folder: Path, told: bool) -> None:
+    """Move a processor's chat template out of the older places to chat_template.jinja, which a tokenizer that is saved
+    here later writes anew. One that differs from the tokenizer's stays where it is.
+
+    Args:
+        told: whether a tokenizer was saved here before, with its template.
+    """
+    new = folder / "chat_template.jinja"
+    tables = (folder / name for name in ("processor_config.json", "chat_template.json", "tokenizer_config.json"))
+    read = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in tables)
+    first, older, own = (table.get("chat_template") for table in read)
+    first, own = first or older, new.read_text(encoding="utf-8") if new.is_file() else own
+    if isinstance(first, str) and (told or own in (None, first)):
+        if not told:
+            new.write_text(first, encoding="utf-8")
+        forget_older_templates(folder)
