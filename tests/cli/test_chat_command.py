@@ -348,7 +348,9 @@ def test_a_run_s_chat_and_samples_go_by_its_rule_of_control_tokens(
     stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("pronghorn.train.run.answer", lambda *_, control_tokens: asked.append(control_tokens) or "")
+    monkeypatch.setattr(
+        "pronghorn.train.run.answer", lambda *_, control_tokens, **__: asked.append(control_tokens) or ""
+    )
     changes: dict[str, Any] = {"data": {"control_tokens": rule}, "report": {"sample_prompts": ["</s>"]}}
     run(recipe(tmp_path, stories, **changes, train={"max_steps": 1}), Console(quiet=True))
     assert asked == [rule, rule]
@@ -403,6 +405,36 @@ def test_reasoning_that_the_prompt_opens_is_told_apart(stories: Path, monkeypatc
     for written, text in (("Who\nsat?\n</think>\n\nA cat.", THOUGHT), ("Who\nsat?", "Who\nsat?")):
         Given(model, monkeypatch, *tokenizer(written, add_special_tokens=False)["input_ids"])
         assert evaluate.answer(model, tokenizer, [{"role": "user", "content": "Who?"}], 99) == text
+
+
+OPENS = (  # Qwen3.5's kind: the prompt opens reasoning, and a last turn without any has an empty block
+    "{% for m in messages %}{{ '[' + m.role + ']' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]<think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("thought", ["", "Who sat?"])
+@pytest.mark.parametrize("loss_on", ["completion", "all"])
+def test_a_run_without_reasoning_is_asked_without_any(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thought: str, loss_on: str
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("pronghorn.train.run.answer", lambda *_, reasons, **__: asked.append(reasons) or "")
+    changes: dict[str, Any] = {"data": {"loss_on": loss_on}, "report": {"sample_prompts": ["Who?"]}}
+    asks = recipe(tmp_path, stories, **changes, train={"max_steps": 1})
+    said = {"role": "assistant", "content": "A cat.", "reasoning_content": thought}
+    row = {"messages": [{"role": "user", "content": "Who?"}, said]}
+    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(row)] * 40))
+    (tmp_path / "t.jinja").write_text(OPENS)
+    run(asks, Console(quiet=True))
+    reasons = bool(thought) or loss_on == "all"  # whose labels don't show where an answer begins
+    assert asked == [reasons] * 2
+    session = load_chat(tmp_path / "run", max_new_tokens=1)
+    given = Given(session.models["trained"], monkeypatch)
+    [*session.replies("Who?")]
+    seen = session.tokenizer.decode(given.ids)
+    assert seen.endswith("[assistant]<think>\n" if reasons else "[assistant]<think>\n\n</think>\n\n"), seen
 
 
 @pytest.mark.parametrize("temperature", ["1e-300", "0.0009", "inf", "nan", "101", "-1"])

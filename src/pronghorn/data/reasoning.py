@@ -7,8 +7,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.data.rows import Conversation, Message
-from pronghorn.data.template import render
+from pronghorn.data.template import is_open, render
 from pronghorn.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ _CHANNEL = re.compile(
     r"<\|channel\|>\s*(\w*)(?:(?!<\|message\|>).)*<\|message\|>((?:(?!<\|(?:end|start|return|call)\|>).)*)", re.DOTALL
 )
 """A message of gpt-oss: its channel, and what it says."""
+_LOOKED_AT, _TOKENS = 500, 16
+"""Documents, and tokens before an answer, that tell whether reasoning is trained."""
 _OPENS, _TITLE, _CLOSES = "<|channel>", "thought", "<channel|>"
 """Gemma 4's tokens around what it thinks, which decoding leaves out, and the word that is written behind the first."""
 
@@ -82,6 +87,30 @@ def _joined(message: Message) -> Message:
         return message
     extra = {name: value for name, value in message.extra.items() if name != "reasoning_content"}
     return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.content}", extra=extra)
+
+
+def is_trained(documents: Any, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> bool:
+    """Tell whether documents train reasoning where the generation prompt opens it (Qwen3.5): by `_LOOKED_AT` of them.
+    True where no prompt opens any, and where the labels don't show where an answer begins.
+
+    Args:
+        documents: a `datasets.Dataset` of input_ids and labels.
+    """
+    if loss_on == "all" or not tokenizer.chat_template:
+        return True
+    try:
+        prompt = render([Message("user", "a")], (), tokenizer, "a probe", answer=True)
+    except DataError:
+        return True
+    if not is_open(prompt):
+        return True
+    chosen = documents.with_format("numpy")[:: max(1, len(documents) // _LOOKED_AT)]
+    for ids, labels in zip(chosen["input_ids"], chosen["labels"], strict=True):
+        learned = labels != IGNORE_INDEX
+        for begin in np.flatnonzero(learned[1:] & ~learned[:-1]) + 1:
+            if is_open(str(tokenizer.decode(ids[max(0, begin - _TOKENS) : begin].tolist()))):
+                return True
+    return False
 
 
 def said(tokenizer: PreTrainedTokenizerBase, ids: list[int], prompt: str) -> str:

@@ -300,6 +300,22 @@ def _begin(message: Message, prompt: str, text: str) -> int | None:
     return len(before)
 
 
+def is_open(prompt: str) -> bool:
+    """Tell whether a generation prompt opens reasoning, which the model then goes on with."""
+    opened = _OPENED.search(prompt, _last_two(prompt))
+    return opened is not None and not opened[0].rstrip().endswith(("</think>", "<channel|>", "<|END_THINKING|>"))
+
+
+def without_reasoning(messages: Sequence[Message], tokenizer: "PreTrainedTokenizerBase", source: str) -> str:
+    """Render a conversation up to an answer without reasoning, as such turns are trained (`_begin`)."""
+    prompt, said = render(messages, (), tokenizer, source, answer=True), Message("assistant", _PROBE)
+    if not is_open(prompt):
+        return prompt
+    text = render([*messages, said], (), tokenizer, source, answer=False)
+    start = _begin(said, prompt, text)
+    return prompt if start is None else text[:start]
+
+
 def _last_two(prompt: str) -> int:
     """Return where the last two tokens of a prompt may begin, behind which `_OPENED` finds nothing more: searching all
     of it, once a turn, would take as long as a long conversation's rendering."""

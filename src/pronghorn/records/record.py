@@ -31,7 +31,8 @@ class RunRecord:
     device: str
     versions: dict[str, str]
     packing: dict[str, Any]
-    """documents, tokens, rows, row_tokens, efficiency, ceiling (the last two are shares of 1), dropped, truncated."""
+    """documents, tokens, rows, row_tokens, efficiency, ceiling (the last two are shares of 1), dropped, truncated; and
+    reasoning: whether the model learned to reason where the chat template opens that."""
     paths: list[dict[str, str]]
     """Each {part, path, why}: which way a part of the step went."""
     steps: list[dict[str, Number]]

@@ -14,6 +14,7 @@ from pronghorn.export.engines.openai import OpenAIServer
 from pronghorn.loading.load import FoundModel, default_device, find_model, resolve_dtype
 from pronghorn.loading.new_tokens import grow_embeddings
 from pronghorn.records.finished import is_export, recipe_of
+from pronghorn.records.record import RunRecord
 from pronghorn.train.documents import find
 from pronghorn.train.evaluate import answer
 
@@ -33,6 +34,8 @@ class ChatSession:
     """0 is greedy."""
     control_tokens: Rule = "escape"
     """What becomes of control tokens that a user types, as in the training."""
+    reasons: bool = True
+    """Whether models reason where the chat template opens that, as the training's turns did."""
     histories: dict[str, Turns] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,6 +73,7 @@ class ChatSession:
                 self.system,
                 self.temperature,
                 self.control_tokens,
+                self.reasons,
             )
 
     @contextmanager
@@ -162,6 +166,7 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
         base = began.model(dtype, device).eval()
         grow_embeddings(base, tokenizer)
     options.setdefault("control_tokens", recipe.data.control_tokens)
+    options.setdefault("reasons", RunRecord.read(folder).packing.get("reasoning", True))
     return ChatSession({"base": base, "trained": trained}, tokenizer, system, **options)
 
 

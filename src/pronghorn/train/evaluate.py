@@ -12,7 +12,7 @@ from pronghorn.data.control_tokens import ControlTokens, Rule
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.reasoning import Reasoning, said
 from pronghorn.data.rows import Conversation, Message
-from pronghorn.data.template import render
+from pronghorn.data.template import render, without_reasoning
 from pronghorn.device import processes
 from pronghorn.errors import DataError
 from pronghorn.export.engines.transformers import stop_tokens
@@ -61,6 +61,7 @@ def answer(
     system: str | None = None,
     temperature: float = 0.0,
     control_tokens: Rule = "escape",
+    reasons: bool = True,
 ) -> str:
     """Generate the answer to the last of a conversation's turns, through the chat template if there is one, as in
     training; at temperature 0 the greedy one.
@@ -68,12 +69,14 @@ def answer(
     Args:
         control_tokens: as `data.control_tokens`. Where the data were refused for them, they are escaped: the training
             saw none of either kind, and ordinary text ends no turn.
+        reasons: whether reasoning that the template opens is left to the model; else it is left empty, as turns
+            without any are trained.
     Raises:
         DataError: the template can't render the conversation, or it leaves no position of the model for an answer, or
             the prompt has no token.
     """
     if tokenizer.chat_template:
-        text, ids = _prompt(tokenizer, turns, system, control_tokens)
+        text, ids = _prompt(tokenizer, turns, system, control_tokens, reasons)
     else:  # trained on prompts and completions as they stand: each question is one by itself
         text = turns[-1]["content"]
         ids = list(tokenizer(text, verbose=False)["input_ids"])
@@ -105,7 +108,9 @@ def answer(
     return said(tokenizer, generated[0, used:].tolist(), text)
 
 
-def _prompt(tokenizer: Any, turns: list[dict[str, str]], system: str | None, rule: Rule) -> tuple[str, list[int]]:
+def _prompt(
+    tokenizer: Any, turns: list[dict[str, str]], system: str | None, rule: Rule, reasons: bool
+) -> tuple[str, list[int]]:
     """Render a conversation up to its answer and tokenise it, as training did."""
     first = [] if system is None else [Message("system", system)]
     messages = (*first, *(Message(turn["role"], turn["content"]) for turn in turns))
@@ -114,7 +119,10 @@ def _prompt(tokenizer: Any, turns: list[dict[str, str]], system: str | None, rul
     if control is not None and control.held(row) is None:
         control = None
     row = Reasoning(tokenizer).remembered(row if control is None else control.escape(row))
-    text = render(row.messages, [], tokenizer, "the prompt", answer=True)
+    if reasons:
+        text = render(row.messages, [], tokenizer, "the prompt", answer=True)
+    else:
+        text = without_reasoning(row.messages, tokenizer, "the prompt")
     if control is not None:
         return text, control.encode(text, "the prompt").ids
     return text, list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -22,6 +22,7 @@ from pronghorn.config.sections import CHANGES_BASE
 from pronghorn.data.cache import Prepared
 from pronghorn.data.dealing import LOOK_AHEAD, WORTH_REGROUPING, ByLength, DealtRows
 from pronghorn.data.packed_rows import PackedRows, PackingStats
+from pronghorn.data.reasoning import is_trained
 from pronghorn.device import device_name, peak_bytes, processes, versions
 from pronghorn.errors import DataError, PronghornError, RunStopped
 from pronghorn.export.folder import save_tokenizer, whole_folder
@@ -140,6 +141,11 @@ class _Run:
         """Return the run's folder."""
         return Path(self.recipe.train.output)
 
+    @property
+    def reasons(self) -> bool:
+        """Tell whether the model is trained to reason where the chat template opens it."""
+        return is_trained(self.documents.dataset, self.trainer.processing_class, self.recipe.data.loss_on)
+
     def write_state(self) -> None:
         """Write `journal.json` on the main process."""
         if self.trainer.accelerator.is_main_process:
@@ -257,8 +263,9 @@ def _evaluate(current: _Run, when: str) -> tuple[float | None, list[str]]:
             loss = heldout_loss(model, heldout, collator, lambda rows: track(rows, shown, len(rows), console))
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system, rule = recipe.report.sample_tokens, recipe.data.system_prompt, recipe.data.control_tokens
+    how: dict[str, Any] = {"control_tokens": rule, "reasons": current.reasons}
     conversations = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]
-    return loss, [answer(model, tokenizer, turns, tokens, system, control_tokens=rule) for turns in conversations]
+    return loss, [answer(model, tokenizer, turns, tokens, system, **how) for turns in conversations]
 
 
 def _train(current: _Run) -> None:
@@ -360,6 +367,8 @@ def _record(
     recipe, state, documents, heldout = current.recipe, current.state, current.documents, current.heldout
     model: Any = current.trainer.model
     taken = current.handle.paths(autocast_dtype(recipe))
+    before = state.samples_before
+    samples = zip(recipe.report.sample_prompts, before, samples_after or [""] * len(before), strict=True)
     return RunRecord(
         recipe=recipe.to_dict(),
         model=recipe.model.name,
@@ -372,24 +381,13 @@ def _record(
             "truncated": documents.truncated,
             "cut_share": documents.cut_share,
             "split": documents.split,
+            "reasoning": current.reasons,
             "sources": [asdict(count) for count in documents.counts],
         },
         paths=[*map(vars, how_batched(current.trainer, recipe.packing.enabled)), *map(vars, taken)],
         steps=steps_of_log(history),
-        heldout={
-            "before": state.eval_loss_before,
-            "after": loss_after,
-            "rows": 0 if heldout is None else len(heldout),
-        },
-        samples=[
-            {"prompt": prompt, "before": before, "after": after}
-            for prompt, before, after in zip(
-                recipe.report.sample_prompts,
-                state.samples_before,
-                samples_after or [""] * len(state.samples_before),
-                strict=True,
-            )
-        ],
+        heldout={"before": state.eval_loss_before, "after": loss_after, "rows": len(heldout or ())},
+        samples=[{"prompt": prompt, "before": before, "after": after} for prompt, before, after in samples],
         trainable=trainable_parameters(model),
         seconds=time.perf_counter() - started + current.control.seconds_before,
         stopped=state.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
