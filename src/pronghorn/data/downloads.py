@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ def only_cached(name: str | Path) -> dict[str, Any]:
     a local model, and where a proxy looks the address up."""
     from huggingface_hub import constants
 
-    if Path(name).expanduser().exists() or constants.HF_HUB_OFFLINE or getproxies():
+    if os.path.exists(os.path.expanduser(name)) or constants.HF_HUB_OFFLINE or getproxies():
         return {}
     host = urlsplit(constants.ENDPOINT)
     try:
