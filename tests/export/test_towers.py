@@ -306,15 +306,17 @@ def test_a_script_s_own_saving_leaves_one_template(gemma3: Path, tmp_path: Path,
     assert (again.chat_template, again.eos_token) == ("new", "<unk>")
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
 @pytest.mark.parametrize("own", ["old", "other"])
-def test_a_processor_s_own_template_stays(gemma3: Path, tmp_path: Path, own: str) -> None:
+def test_a_processor_s_own_template_stays(gemma3: Path, tmp_path: Path, own: str, place: str) -> None:
     (gemma3 / "chat_template.json").write_text('{"chat_template": "old"}')
-    table = json.loads((gemma3 / "tokenizer_config.json").read_text())
-    (gemma3 / "tokenizer_config.json").write_text(json.dumps({**table, "chat_template": own}))
+    table = json.loads((gemma3 / "tokenizer_config.json").read_text()) | {"chat_template": own}
+    (gemma3 / place).write_text(json.dumps(table) if place.endswith("json") else own)
     model, _ = FastLanguageModel.from_pretrained(str(gemma3), max_seq_length=64, full_finetuning=True)
-    model.save_pretrained(tmp_path / "full")
-    assert ProcessorMixin.get_processor_dict(tmp_path / "full")[0]["chat_template"] == "old"
-    assert AutoTokenizer.from_pretrained(tmp_path / "full").chat_template == own
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "full")
+        assert ProcessorMixin.get_processor_dict(tmp_path / "full")[0]["chat_template"] == "old"
+        assert AutoTokenizer.from_pretrained(tmp_path / "full").chat_template == own
 
 
 def test_merging_in_16_bits_says_so_and_keeps_the_towers_bytes(gemma3: Path, tmp_path: Path) -> None:

@@ -105,12 +105,14 @@ def is_trained(documents: Any, tokenizer: PreTrainedTokenizerBase, loss_on: str)
     if not is_open(prompt):
         return True
     chosen = documents.with_format("numpy")[:: max(1, len(documents) // _LOOKED_AT)]
+    answers = 0
     for ids, labels in zip(chosen["input_ids"], chosen["labels"], strict=True):
-        learned = labels != IGNORE_INDEX
-        for begin in np.flatnonzero(learned[1:] & ~learned[:-1]) + 1:
+        learned = labels[1:] != IGNORE_INDEX  # what is learned from the first token on is a text, or a piece
+        for begin in np.flatnonzero(learned[1:] & ~learned[:-1]) + 2:
+            answers += 1
             if is_open(str(tokenizer.decode(ids[max(0, begin - _TOKENS) : begin].tolist()))):
                 return True
-    return False
+    return not answers
 
 
 def said(tokenizer: PreTrainedTokenizerBase, ids: list[int], prompt: str) -> str:

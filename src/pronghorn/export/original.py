@@ -84,7 +84,8 @@ class Original:
         """Copy all files but the weights: configuration, processor, tokenizer; not over those that a tokenizer saved in
         the folder before. In config.json the dtype and what training changed (vocabulary, a tied head) are set, and a
         quantisation goes."""
-        told = (folder / "chat_template.jinja").exists()
+        theirs, own = (each / "chat_template.jinja" for each in (folder, self.folder))
+        told = theirs.exists() and not (own.exists() and own.read_bytes() == theirs.read_bytes())
         for file in self.folder.iterdir():
             left_out = ".safetensors" in file.name or file.name == MODELOPT_FILE
             saved = (folder / file.name).exists() and file.name not in _MODELS
