@@ -227,6 +227,40 @@ def test_integers_follow_their_weight_and_another_compute_lets_them_go() -> None
         assert len(codes) == 7 * 3 * 3 and not any(code() is not None for code in codes)
 
 
+@pytest.mark.parametrize("change", ["written", "merged"])
+def test_integers_of_weights_that_are_gone_are_let_go(change: str) -> None:
+    model, batch = model_of(), packed_row(LENGTHS, ROW)
+    handle = attached(model)
+    loss_and_gradients(model, batch)
+    codes = [weakref.ref(tensor) for tensor in integers(handle)]
+    if change == "merged":
+        model.merge_adapter()
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+    with torch.no_grad():
+        model(**batch)
+    gc.collect()
+    assert codes and not any(code() is not None for code in codes)
+
+
+def test_a_reference_pass_is_not_built_again_in_each_step() -> None:
+    """PEFT freezes adapters that it switches off, and they are still written to in between."""
+    model, batch = model_of(), packed_row(LENGTHS, ROW)
+    handle, found = attached(model), []
+    for _ in range(3):
+        model(**batch).loss.backward()
+        with torch.no_grad(), model.disable_adapter():
+            model(**batch)
+        found.append(handle.layers.generation)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.01)
+    assert found == [2, 2, 2]
+
+
 def test_autocast_changes_no_code() -> None:
     """Weights are quantised in a forward, which trainers run under it."""
     weight, factors = torch.randn(64, 128).half(), torch.rand(128) + 0.5
