@@ -341,6 +341,11 @@ def test_the_plan_counts_a_byte_a_product(family: str, base: str) -> None:
         ),
         (lambda: model_of(intermediate_size=88), "for weights of 88 x 64, 88 x 64: .* of 64", "leave compute out"),
         (lambda: model_of(base="nf4", intermediate_size=96), "multiples of 64", "leave compute out"),
+        (
+            lambda: model_of(intermediate_size=66_624),
+            "for weights of 66624 x 64, .* and at most 133,120",
+            "use compute =",
+        ),
         (lambda: with_adapters(tiny_model("llama")), "for a model in float32", "load it in bfloat16"),
     ],
 )
@@ -349,6 +354,13 @@ def test_what_has_no_integers_is_refused(model: Any, problem: str, remedy: str) 
     with pytest.raises(PronghornError, match=problem) as caught:
         attached(model())
     assert caught.value.remedy.startswith(remedy)
+
+
+def test_fp8_is_not_named_where_the_card_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.layers.fused_linear.has_products", lambda compute, device: compute is Compute.INT8)
+    with pytest.raises(PronghornError, match="multiples of 64") as caught:
+        attached(model_of(intermediate_size=96))
+    assert caught.value.remedy.startswith("leave compute out")
 
 
 def test_other_choices_of_codes_are_refused_and_float16_needs_no_products_of_floats(

@@ -26,6 +26,8 @@ from pronghorn.ranges import PRODUCTS, in_part
 GROUP = 64
 """Columns that are turned together; K is a multiple."""
 LIMIT = 127.0
+LONGEST = (2**31 - 1) // int(LIMIT) ** 2 // GROUP * GROUP
+"""Columns that 32 bits have the sum of, whatever the codes."""
 SMALLEST = 1e-30
 """The least scale: a row of zeros has it."""
 TILE = (128, 128, 128, 3, 8)
