@@ -79,6 +79,7 @@ def test_both_products_are_those_of_the_integers() -> None:
         Int8Source(TurnedWeight.of([weight], False, torch.bfloat16)).forward(Activation(x * 0), None),
         x.new_zeros(7, 64),
     )
+    assert source.input_grad(Activation(dy[:0]), None).shape == (0, 128)
 
 
 def test_a_profile_tells_its_products_from_what_else_a_layer_launches() -> None:
