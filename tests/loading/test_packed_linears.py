@@ -110,8 +110,9 @@ def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: st
     copied = kind not in ("rows", "tensors", "modelopt fp8")
     source = {"dtype": PackedSource, "fp8_both": FP8Source}.get(compute, BackwardSource)
     assert all(isinstance(product.source, source) for product in products)
-    for each in (each for product in products for each in vars(product.source).values() if compute == "int8"):
-        right += sum(tensor.nbytes for tensor in each.weight) if isinstance(each, Int8Source) else 0
+    sources = [each for product in products for each in vars(product.source).values() if isinstance(each, Int8Source)]
+    held = [tensor for each in sources for tensor in (*each.weight, *getattr(each, "inverse", ()))]
+    right += sum(tensor.nbytes for tensor in held if tensor is not None)  # codes are written out for each product
     in_floats = products if compute in ("fp8", "fp8_both") else []
     for weight in (getattr(each.source, "coded", each.source).weight for each in in_floats):
         right += weight.across.nbytes + weight.scales.nbytes + weight.columns.nbytes

@@ -540,17 +540,19 @@ def test_what_fits_nowhere_is_advised_4_bits_that_count_the_experts_too() -> Non
     assert "load_in_4bit" not in refused.value.remedy
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_integers_that_have_no_room_are_advised_fp8(method: Any) -> None:
-    """Whose codes are written out for each product."""
-    setup = TrainSetup(8192, method=method, fp8=True, fp8_forward=False, int8=True, accumulates=False)
-    name, device = "Qwen3-14B" if method == "qlora" else "Llama-3.1-8B", device_spec("rtx4090")
-    dims = dims_of(skeleton(config_of(name)))
+def test_integers_that_have_no_room_are_advised_fp8() -> None:
+    """Whose codes are written out for each product, as integers of 4 bits are, too."""
+    setup = TrainSetup(8192, fp8=True, fp8_forward=False, int8=True, accumulates=False)
+    device, dims = device_spec("rtx4090"), dims_of(skeleton(config_of("Llama-3.1-8B")))
+    assert not plan(dims, replace(setup, method="qlora", written_out="auto"), device, device.memory_bytes).written_once
     with pytest.raises(PlanDoesNotFit) as refused:
         plan(dims, setup, device, device.memory_bytes)
     [needed] = re.findall(r"fits: .*precision\.compute: fp8 needs ([0-9.]+) GiB", refused.value.remedy)
     made = plan(dims, replace(setup, int8=False, codes="auto"), device, device.memory_bytes)
     assert made.predicted["process"] <= device.memory_bytes and float(needed) < 24
+    with pytest.raises(PlanDoesNotFit) as refused:  # Ampere, which has none
+        plan(dims, setup, device_spec("a10"), device.memory_bytes)
+    assert "fp8" not in refused.value.remedy
 
 
 def test_smaller_adapters_keep_the_optimiser_that_is_asked_for() -> None:

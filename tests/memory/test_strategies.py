@@ -67,6 +67,9 @@ def test_integers_are_advised_fp8_where_that_fits_or_is_shared(dims: ModelDims, 
     setup = TrainSetup(8192, fp8=True, fp8_forward=False, int8=True, unshared="int8 needs whole weights")
     with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs.*fits: .*precision\.compute: fp8"):
         choose(dims, setup, device_spec("rtx4090"), 2, strategy=strategy)
+    with pytest.raises(PlanDoesNotFit) as refused:  # Ampere, which has none
+        choose(dims, setup, device_spec("a10"), 2, strategy=strategy)
+    assert "fp8" not in refused.value.remedy
 
 
 def test_what_is_not_shared_has_copies_or_nothing(dims: ModelDims) -> None:

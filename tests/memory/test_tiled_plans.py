@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,7 +21,7 @@ from pronghorn.cli.main import app
 from pronghorn.data.batch import Collator, PackedBatch
 from pronghorn.diagnose.shapes import SHAPES, write_checkpoint
 from pronghorn.errors import UnsupportedError
-from pronghorn.kernels import glu, residual, rms_norm, rope
+from pronghorn.kernels import fp8_blocks, glu, residual, rms_norm, rope
 from pronghorn.kernels.quantise import RowCodes
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import GIB, LayerBytes, MemoryModel, ModelDims, TrainSetup
@@ -113,6 +114,8 @@ def allocates_like_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (fp8, "scaled_product", multiply),
         (int8, "quantise_turned", lambda x, *_: RowCodes.like(x)),
         (int8, "int8_product", lambda a, a_scales, b, b_scales, dtype: multiply(a, a_scales, b, b_scales, dtype, True)),
+        (int8, "write_turned", lambda weight, factors, scales, out, *_: out.zero_()),
+        (fp8_blocks, "write_out", lambda codes, scales, out, *_: out.zero_()),
         (fp8, "write_codes", lambda weight, inverse, out, across: out.view(torch.uint8).zero_()),
     ):
         monkeypatch.setattr(module, name, made)
@@ -127,12 +130,15 @@ def peaks(
     tokens: int = 4096,
     sizes: tuple[int, int] = (128, 640),
     nf4: bool = False,
+    packed: bool = False,
 ) -> tuple[int, int]:
-    """Return the peak of a step's activations and what the formula says; 8 bits are over 16, or over NF4."""
+    """Return the peak of a step's activations and what the formula says; 8 bits are over 16, NF4, or stored FP8."""
     hidden, width = sizes
     made = {"hidden_size": hidden, "intermediate_size": width, "vocab_size": 64, "max_position_embeddings": tokens}
     model = tiny_model(family, **made)
     model = model if compute == "dtype" else model.bfloat16()
+    for linear in (each for each in model.model.layers.modules() if packed and isinstance(each, nn.Linear)):
+        linear.weight = nn.Parameter(fp8.as_codes(linear.weight, linear.weight.device), requires_grad=False)
     model = add_lora(in_4_bits(model) if nf4 else model, r=8)
     attach(model, Plan((policy,), mlp_rows=rows), layers="fused", compute=compute, codes=codes)
     ids = [i % 64 for i in range(tokens)]
@@ -201,6 +207,13 @@ def test_a_weight_that_is_written_out_is_gone_before_a_norm_is_made_again(policy
     seen, expected = peaks("llama", policy, 0, "fp8_both", tokens=512, sizes=(512, 1792), nf4=True)
     adapters = 512 * 1792 / 4  # their gradients, and cast copies
     assert expected < seen < expected + adapters
+
+
+@pytest.mark.usefixtures("allocates_like_kernels")
+@pytest.mark.parametrize("policy", [Policy.KEEP, Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_MLP])
+def test_integers_of_stored_fp8_are_made_beside_its_16_bits(policy: Policy) -> None:
+    seen, expected = peaks("llama", policy, 0, "int8", tokens=512, sizes=(512, 1792), packed=True)
+    assert seen == pytest.approx(expected, rel=0.02)
 
 
 def longest(model: ModelDims, rows: int, budget: int) -> int:

@@ -79,6 +79,7 @@ def test_both_products_are_those_of_the_integers() -> None:
         Int8Source(TurnedWeight.of([weight], False, torch.bfloat16)).forward(Activation(x * 0), None),
         x.new_zeros(7, 64),
     )
+    assert source.input_grad(Activation(dy[:0]), None).shape == (0, 128)
 
 
 def test_a_profile_tells_its_products_from_what_else_a_layer_launches() -> None:
@@ -227,6 +228,40 @@ def test_integers_follow_their_weight_and_another_compute_lets_them_go() -> None
         assert len(codes) == 7 * 3 * 3 and not any(code() is not None for code in codes)
 
 
+@pytest.mark.parametrize("change", ["written", "merged"])
+def test_integers_of_weights_that_are_gone_are_let_go(change: str) -> None:
+    model, batch = model_of(), packed_row(LENGTHS, ROW)
+    handle = attached(model)
+    loss_and_gradients(model, batch)
+    codes = [weakref.ref(tensor) for tensor in integers(handle)]
+    if change == "merged":
+        model.merge_adapter()
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+    with torch.no_grad():
+        model(**batch)
+    gc.collect()
+    assert codes and not any(code() is not None for code in codes)
+
+
+def test_a_reference_pass_is_not_built_again_in_each_step() -> None:
+    """PEFT freezes adapters that it switches off, and they are still written to in between."""
+    model, batch = model_of(), packed_row(LENGTHS, ROW)
+    handle, found = attached(model), []
+    for _ in range(3):
+        model(**batch).loss.backward()
+        with torch.no_grad(), model.disable_adapter():
+            model(**batch)
+        found.append(handle.layers.generation)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.01)
+    assert found == [2, 2, 2]
+
+
 def test_autocast_changes_no_code() -> None:
     """Weights are quantised in a forward, which trainers run under it."""
     weight, factors = torch.randn(64, 128).half(), torch.rand(128) + 0.5
@@ -307,6 +342,11 @@ def test_the_plan_counts_a_byte_a_product(family: str, base: str) -> None:
         ),
         (lambda: model_of(intermediate_size=88), "for weights of 88 x 64, 88 x 64: .* of 64", "leave compute out"),
         (lambda: model_of(base="nf4", intermediate_size=96), "multiples of 64", "leave compute out"),
+        (
+            lambda: model_of(intermediate_size=66_624),
+            "for weights of 66624 x 64, .* and at most 133,120",
+            "use compute =",
+        ),
         (lambda: with_adapters(tiny_model("llama")), "for a model in float32", "load it in bfloat16"),
     ],
 )
@@ -315,6 +355,13 @@ def test_what_has_no_integers_is_refused(model: Any, problem: str, remedy: str) 
     with pytest.raises(PronghornError, match=problem) as caught:
         attached(model())
     assert caught.value.remedy.startswith(remedy)
+
+
+def test_fp8_is_not_named_where_the_card_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.layers.fused_linear.has_products", lambda compute, device: compute is Compute.INT8)
+    with pytest.raises(PronghornError, match="multiples of 64") as caught:
+        attached(model_of(intermediate_size=96))
+    assert caught.value.remedy.startswith("leave compute out")
 
 
 def test_other_choices_of_codes_are_refused_and_float16_needs_no_products_of_floats(

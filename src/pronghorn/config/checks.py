@@ -82,7 +82,7 @@ _RULES = (
     _Rule(
         lambda r: r.precision.compute == "int8" and r.launch.strategy == "sharded",
         "precision.compute: int8 with launch.strategy: sharded: it quantises weights that one process holds whole",
-        "set precision.compute: fp8",
+        "set precision.compute: fp8, or leave it out",
     ),
     _Rule(
         lambda r: _fp8(r) and r.precision.dtype == "float32",

@@ -26,6 +26,8 @@ from pronghorn.ranges import PRODUCTS, in_part
 GROUP = 64
 """Columns that are turned together; K is a multiple."""
 LIMIT = 127.0
+LONGEST = (2**31 - 1) // int(LIMIT) ** 2 // GROUP * GROUP
+"""Columns that 32 bits have the sum of, whatever the codes."""
 SMALLEST = 1e-30
 """The least scale: a row of zeros has it."""
 TILE = (128, 128, 128, 3, 8)
@@ -80,7 +82,7 @@ def hadamard(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor
 
 def quantise_turned_reference(x: Tensor, factors: Tensor) -> RowCodes:
     """Do what `quantise_turned` does, in plain torch."""
-    wide = (x.float() * factors.float()).to(x.dtype).reshape(len(x), -1, GROUP)
+    wide = (x.float() * factors.float()).to(x.dtype).unflatten(1, (-1, GROUP))
     with torch.autocast(x.device.type, enabled=False):  # which weights may be quantised under
         turned = (wide.float() @ hadamard(x.device)).reshape(x.shape)
     scales = (turned.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)

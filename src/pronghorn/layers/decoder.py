@@ -275,13 +275,15 @@ class FusedLayers:
     def _choose(self, dtype: torch.dtype) -> None:
         """Put a build of the model as it is now first: an earlier one, or a new one."""
         build = next((earlier for earlier in self._builds[1:] if earlier.fits(dtype, self.backbone.layers)), None)
+        for layer in self.backbone.layers:
+            layer.__dict__.pop(RUN, None)
         if build is None:
             if not self._merged:
                 self.merge_weights()
+            # others hold weights, or codes, that are no longer the model's: freed before new ones are made
+            self._builds = [earlier for earlier in self._builds if earlier.watch.same_weights()]
             build = self._build(dtype)
         self._builds = [build, *(earlier for earlier in self._builds if earlier is not build)][:BUILDS]
-        for layer in self.backbone.layers:
-            layer.__dict__.pop(RUN, None)
         for layer, run in build.runs.items():
             layer.__dict__[RUN] = run
 

@@ -21,13 +21,13 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.kernels import adapter_gradients
 from pronghorn.kernels.adapter_gradients import matmul
 from pronghorn.kernels.fp8_blocks import has_own_codes
-from pronghorn.kernels.int8 import GROUP
+from pronghorn.kernels.int8 import GROUP, LONGEST
 from pronghorn.kernels.quantise import ROW_SCALES
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_written_out, unmerge_disabled
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.parallel.sharded import lie_wide, narrowed
-from pronghorn.precision.compute import MULTIPLE, Compute, Numbers, Rule
+from pronghorn.precision.compute import MULTIPLE, Compute, Numbers, Rule, has_products
 from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, WrittenCodesSource, is_nf4
 from pronghorn.precision.int8 import Int8Source, WrittenInt8Source
 from pronghorn.precision.source import (
@@ -255,9 +255,11 @@ def unfit_for_fp8(storage: GroupStorage, rule: Rule) -> str | None:
         if storage.is_shared():
             return "weights that processes share: its codes are of whole weights"
         # rows of x, and of the outputs' gradients side by side
-        if bases[0].in_features % GROUP == 0 == sum(base.out_features for base in bases) % GROUP:
+        columns = bases[0].in_features, sum(base.out_features for base in bases)
+        if all(size % GROUP == 0 and size <= LONGEST for size in columns):
             return None
-        return f"weights of {sizes}: inputs, and the outputs of all, must be multiples of {GROUP}"
+        limits = f"multiples of {GROUP} and at most {LONGEST:,}"
+        return f"weights of {sizes}: inputs, and the outputs of all, must be {limits}"
     blocks = [base.weight.blocksize for base in bases if is_4bit(base)]
     whole = all(base.in_features % base.weight.blocksize == 0 for base in bases if is_4bit(base))
     if whole and not any(size % MULTIPLE for base in bases for size in (base.in_features, base.out_features)):
@@ -275,6 +277,7 @@ def check_fp8(storages: Sequence[tuple[GroupStorage, Rule]], compute: Compute) -
     for storage, rule in storages:
         if (reason := unfit_for_fp8(storage, rule)) is not None:
             fits = all(unfit_for_fp8(each, Compute.FP8.rule) is None for each, _ in storages)
+            fits &= has_products(Compute.FP8, base_of(storage.linears[0]).weight.device)
             other = "use compute = 'fp8', or " * (compute is Compute.INT8 and fits)
             raise UnsupportedError(
                 f"compute = '{compute}' for {reason}", f"{other}leave compute out (products in the model's dtype)"

@@ -60,13 +60,20 @@ class Watch:
         tensors = [p for p in parameters if not hasattr(p, "device_mesh")]  # a DTensor's own address means nothing
         self._packed = [p for p in tensors if isinstance(p, PackedTensor)]
         self._tensors = [part for p in tensors for part in (p.parts if isinstance(p, PackedTensor) else (p,))]
-        self._written = [p for p in self._tensors if copied and not p.requires_grad]
+        # not adapters, even frozen for a reference pass: they are copied anew in each forward
+        parts = [part for module in self._adapted for name, part in module._modules.items() if name != "base_layer"]
+        adapters = {id(p) for part in parts if part is not None for p in part.parameters()}
+        self._written = [p for p in self._tensors if copied and not p.requires_grad and id(p) not in adapters]
         self._merged = self._adapted if copied else []
-        self._before = self._look()
+        self._before, self._weights = self._look(), self._look_at_weights()
 
     def same(self) -> bool:
         """Tell whether nothing changed since this was made."""
         return self._look() == self._before
+
+    def same_weights(self) -> bool:
+        """Tell whether the parameters are the same, and those that were copied unchanged."""
+        return self._look_at_weights() == self._weights
 
     def hooks(self) -> list[Any]:
         """List the modules' hooks as they are now."""
@@ -74,23 +81,26 @@ class Watch:
 
     def _look(self) -> list[Any]:
         found: list[Any] = list(chain.from_iterable(self._children))  # modules compare by identity
-        found += map(id, chain.from_iterable(self._parameters))
         found += map(type, self._called)
         found += map(len, self._attributes)  # a forward of an instance's own is one attribute more
         found += ["forward" in held for held in self._roots]
-        found += map(Tensor.data_ptr, self._tensors)
-        found += [id(part) for packed in self._packed for part in packed.parts]  # `.data = ...` gives it others
+        found += self._look_at_weights()
         found += map(attrgetter("requires_grad"), self._tensors)
-        found += map(attrgetter("_version"), self._written)
         found += [held[name] for held, name in self._numbers if name in held]
         found += [config.sliding_window for config in self._configs]  # where modules have none of their own
         # a copy, as somebody may change it in place: there are attentions that read it in every forward
         found += [dict(getattr(config, "rope_parameters", None) or {}) for config in self._configs]
         found += map(_ADAPTER, self._adapted)
-        found += map(merged_into, self._merged)
         found += chain.from_iterable([each.scaling.values() for each in self._adapted])
         if any(self._hooks):
             found += map(id, chain.from_iterable(map(dict.values, self._hooks)))
+        return found
+
+    def _look_at_weights(self) -> list[Any]:
+        found: list[Any] = [*map(id, chain.from_iterable(self._parameters)), *map(Tensor.data_ptr, self._tensors)]
+        found += [id(part) for packed in self._packed for part in packed.parts]  # `.data = ...` gives it others
+        found += map(attrgetter("_version"), self._written)
+        found += map(merged_into, self._merged)
         return found
 
 

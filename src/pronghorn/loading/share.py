@@ -38,7 +38,7 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
     if compute is Compute.INT8:
         raise UnsupportedError(
             "compute = 'int8' for layers that processes share: its codes are of whole weights",
-            "use compute = 'fp8'",
+            "use compute = 'fp8', or leave compute out",
         )
     base = base_causal_lm(model)
     full = not hasattr(model, "peft_config")

@@ -104,7 +104,7 @@ def plan(
         needs = f"{_up(made.predicted['process'])} GiB and the budget is {_down(budget)} GiB"
         auto = f"memory.gradient_checkpointing: auto needs {_up(least)} GiB or more"
         raise PlanDoesNotFit(f"what memory.gradient_checkpointing asks for needs {needs}", auto)
-    raise _refusal(dims, setup.leanest, times, budget, smallest)
+    raise _refusal(dims, setup.leanest, times, budget, smallest, device.fp8)
 
 
 def _with_codes(
@@ -180,8 +180,10 @@ def _predicted(memory: MemoryModel, times: StepTimes, policies: Sequence[Policy]
     return Plan(tuple(policies), buffers if Policy.OFFLOAD in policies else 2, predicted={**kinds, **sums})
 
 
-def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, least: Plan) -> PlanDoesNotFit:
-    """Make the error for a budget that nothing fits, with what each remedy would need."""
+def _refusal(
+    dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, least: Plan, fp8: bool
+) -> PlanDoesNotFit:
+    """Make the error for a budget that nothing fits, with what each remedy would need; `fp8` if the device has it."""
     ranks = {linear.path: setup.rank(linear.path) for layer in dims.kinds for linear in layer.linears}
     half = {path: max(1, rank // 2) for path, rank in ranks.items() if rank}
     half_states = None if setup.optimizer_bytes is None else setup.optimizer_bytes // 2
@@ -193,7 +195,7 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
         if setup.method == "full"
         else None,
         "model.load_in_4bit: true": in_4_bits if dense else None,
-        "precision.compute: fp8": setup.in_fp8 if setup.int8 else None,
+        "precision.compute: fp8": setup.in_fp8 if setup.int8 and fp8 else None,
         "memory.feed_forward: tiled": replace(setup, mlp_rows=TILE_ROWS)
         if can_tile(dims.layers, setup) and not setup.mlp_rows
         else None,

@@ -160,7 +160,7 @@ def choose(
     wanted = next((each for each in found if each.strategy is strategy), None)
     chosen = wanted or (copies if copies.plan or setup.unshared else shards)
     if chosen.plan is None:
-        raise _refusal(chosen, dims, setup, times, gpus, budget)
+        raise _refusal(chosen, dims, setup, times, gpus, budget, device.fp8)
     why = "asked for" if wanted else "every GPU has room for the whole model"
     if wanted is None and chosen is shards:
         why = f"copies don't fit: {copies.refusal}"
@@ -229,9 +229,9 @@ def _pipelined(compute: Sequence[float], gather: Sequence[float], slowed: float)
 
 
 def _refusal(
-    least: Candidate, dims: ModelDims, setup: TrainSetup, times: StepTimes, gpus: int, budget: int
+    least: Candidate, dims: ModelDims, setup: TrainSetup, times: StepTimes, gpus: int, budget: int, fp8: bool
 ) -> PlanDoesNotFit:
-    """Make the error for a strategy that doesn't fit, with what would."""
+    """Make the error for a strategy that doesn't fit, with what would; `fp8` if the device has it."""
 
     def fits(strategy: Strategy, other: TrainSetup, count: int) -> bool:
         if strategy is Strategy.SHARDED and other.unshared:
@@ -247,7 +247,7 @@ def _refusal(
         told += [f"--gpus {more}"] if more else []
     if setup.method == "lora" and setup.linear_bytes is None and setup.expert_bytes is None:
         told += ["model.load_in_4bit: true"] if fits(least.strategy, replace(setup, method="qlora"), gpus) else []
-    if setup.int8:
+    if setup.int8 and fp8:
         told += ["precision.compute: fp8"] if fits(least.strategy, setup.in_fp8, gpus) else []
     if setup.method == "full":
         lora = replace(setup, method="lora", ranks=None, trained_share=1.0, optimizer_bytes=None, unshared="")

@@ -100,7 +100,10 @@ def products_bytes(width: int, layer: LayerSpec, setup: TrainSetup, rows: int, o
     # gradients' codes, those of d(gate·up) made with it, beside the activation, but for integers', which its product
     # makes; and weights that are written out
     codes = (rows * h, 2 * rows * width) if setup.fp8 else (0, 0)
-    written = (1 if setup.fp8 else b) * h * width if setup.writes_backward else 0
+    # integers of a packed checkpoint are made of its 16 bits, turned round
+    of_16_bits = setup.int8 and setup.method != "qlora"
+    a_weight = (2 * b + 1 if of_16_bits else 1) if setup.fp8 else b
+    written = a_weight * h * width if setup.writes_backward else 0
     activations = rows * width * b * (1 if setup.fused else 3)
     of_down = operand + activations + max(codes[0] + written, 0 if setup.int8 else codes[1])
     return max(of_down, rows * h * b + codes[1] + 2 * written)

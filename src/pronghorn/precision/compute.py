@@ -82,6 +82,13 @@ class Compute(StrEnum):
         return self.rule.forward is not Numbers.DTYPE
 
 
+def has_products(compute: Compute, device: torch.device) -> bool:
+    """Tell whether a device has the products of a compute; the CPU has all, emulated in float32."""
+    if not compute.is_fp8 or device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) >= (INTEGERS if compute is Compute.INT8 else CAPABILITY)
+
+
 def check_device(compute: Compute, device: torch.device) -> None:
     """Refuse 8-bit products where the device has none.
 
@@ -90,17 +97,16 @@ def check_device(compute: Compute, device: torch.device) -> None:
     Raises:
         UnsupportedError: a GPU without 8-bit products.
     """
-    if not compute.is_fp8 or device.type != "cuda":
+    if has_products(compute, device):
         return
     capability = torch.cuda.get_device_capability(device)
     needed = INTEGERS if compute is Compute.INT8 else CAPABILITY
-    if capability < needed:
-        name, least, version = (
-            torch.cuda.get_device_name(device),
-            *(".".join(map(str, x)) for x in (needed, capability)),
-        )
-        other = "use compute = 'int8', or " * (capability >= INTEGERS)
-        raise UnsupportedError(
-            f"compute = '{compute}' needs compute capability {least} or newer, and {name} has {version}",
-            f"{other}leave compute out (products in the model's dtype); load_in_4bit makes the model smaller there",
-        )
+    name, least, version = (
+        torch.cuda.get_device_name(device),
+        *(".".join(map(str, x)) for x in (needed, capability)),
+    )
+    other = "use compute = 'int8', or " * (capability >= INTEGERS)
+    raise UnsupportedError(
+        f"compute = '{compute}' needs compute capability {least} or newer, and {name} has {version}",
+        f"{other}leave compute out (products in the model's dtype); load_in_4bit makes the model smaller there",
+    )

@@ -47,14 +47,17 @@ class TurnedWeight(NamedTuple):
         whole = whole_weight(weights)
         whole = whole.t() if across else whole
         factors = column_factors(whole).to(dtype) if factors is None else factors
-        divided = (whole * (1 / factors.float())).to(dtype).contiguous()
-        codes, scales = quantise_turned(divided, torch.ones_like(factors))
+        inverse = 1 / factors.float()
+        if whole.dtype is not dtype:  # rounded once, after the division
+            whole, inverse = (whole * inverse).to(dtype), torch.ones_like(inverse)
+        codes, scales = quantise_turned(whole.contiguous(), inverse)
         return cls(factors, codes, scales.view(-1))
 
 
 def whole_weight(weights: Sequence[Any]) -> Tensor:
     """Return weights [N_i, K], one below the other."""
-    return torch.cat([dense_weight(weight) for weight in weights])
+    dense = [dense_weight(weight) for weight in weights]
+    return dense[0] if len(dense) == 1 else torch.cat(dense)
 
 
 def column_factors(weight: Tensor) -> Tensor:
