@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 from benchmarks import accuracy
+from benchmarks.upcycled import EXPERTS, with_experts
 from pronghorn.diagnose.shapes import byte_tokenizer
 from support.tiny import tiny_model
 
 
 def given(folder: Path, **changes: object) -> Namespace:
     values = {"out": folder / "out.json", "name": "m", "data": folder / "gsm8k", "steps": 3, "held_out": 2, "only": []}
+    values |= {"tokens": 64, "experts": False}
     return Namespace(**values | {"commit": "c", "seeds": 5} | changes)
 
 
@@ -31,7 +34,10 @@ def test_a_run_that_was_cut_off_goes_on_after_its_finished_seeds(tmp_path: Path)
     assert accuracy.finished(given(tmp_path, seeds=1)).keys() == {0}
 
 
-@pytest.mark.parametrize("change", [{"steps": 4}, {"name": "other"}, {"commit": "d"}, {"data": Path("dolly")}])
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": 4}, {"name": "other"}, {"commit": "d"}, {"data": Path("dolly")}, {"tokens": 32}, {"experts": True}],
+)
 def test_seeds_of_other_settings_are_not_taken(tmp_path: Path, change: dict[str, object]) -> None:
     accuracy.keep(given(tmp_path), 0, {})
     assert accuracy.finished(given(tmp_path, **change)) == {}
@@ -58,3 +64,40 @@ def test_a_model_with_outliers_is_the_same_function(family: str) -> None:
         torch.testing.assert_close(model(ids).logits, right, rtol=1e-5, atol=1e-5)
     norms = [p.abs().max() for name, p in model.named_parameters() if name.endswith("input_layernorm.weight")]
     assert min(norms) > 100
+
+
+def test_experts_of_a_dense_model_are_the_same_function_but_for_their_noise() -> None:
+    model, ids = tiny_model("llama").eval(), torch.arange(3, 43)[None]
+    with torch.no_grad():
+        right = model(ids).logits
+        made = with_experts(model, noise=0.0).eval()
+        torch.testing.assert_close(made(ids).logits, right, rtol=1e-5, atol=1e-5)
+        noisy = with_experts(model).eval()
+    one, *others = noisy.model.layers[1].mlp.experts.down_proj
+    assert len(others) == EXPERTS - 1 and not any(torch.equal(one, other) for other in others)
+
+
+def test_gradients_of_a_model_with_experts_and_over_nf4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those over NF4 are compared twice; a row has as many tokens as asked for."""
+    tokenizer = byte_tokenizer(512)
+    tokenizer.chat_template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}<e>{% endfor %}"
+    model = tiny_model("llama", vocab_size=512, hidden_size=128, intermediate_size=192).bfloat16()
+    monkeypatch.setattr(accuracy, "load", lambda path: (model, tokenizer))
+    rows = [{"instruction": f"question {n}", "input": "", "output": "an answer " * (n + 1)} for n in range(6)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    found = {}
+    for flags in ([], ["--experts"]):
+        out = tmp_path / f"{len(flags)}.json"
+        names = ["bf16", "int8", "nf4 in float32", "nf4", "nf4 + int8"]
+        asked = ["--model", "m", "--data", f"{tmp_path}/rows.json", "--held-out", "1", "--gradients", "--tokens", "128"]
+        accuracy.main(accuracy.arguments().parse_args([*asked, *flags, "--only", *names, "--out", f"{out}"]))
+        found = json.loads(out.read_text())
+        entries = found["candidates"]
+        assert list(entries) == ["float32", *names] and found["tokens"] == 128 and found["experts"] is bool(flags)
+        assert entries["float32"]["median"] == 1.0
+        for name, entry in entries.items():
+            assert ("with nf4 in float32" in entry) == name.startswith("nf4")
+        assert entries["nf4 in float32"]["with nf4 in float32"]["median"] == 1.0
+        own = entries["nf4"]["with nf4 in float32"]["median"]
+        assert own > 0.99 and own > entries["nf4"]["median"]
+    assert "mlp.experts" in found["candidates"]["int8"]["each linear's least"]
