@@ -121,7 +121,7 @@ EARLIER = {
 
 
 def commands() -> list[list[str]]:
-    """What `make all several tokenising exports gemma` and the export's time would run, from the interpreter on."""
+    """What `make all several … gemma gradients`, which is all that makes a result, would run, from the interpreter on."""
     done = subprocess.run(
         [
             "make",
@@ -135,6 +135,7 @@ def commands() -> list[list[str]]:
             "export-time-llama-3.1-8b",
             "fair-rows-stories260k",
             "gemma",
+            "gradients",
             "PYTHON=python",
         ],
         capture_output=True,
