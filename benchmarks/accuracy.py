@@ -53,6 +53,7 @@ from pronghorn.precision.source import Activation
 
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Student's t for a 95 % interval, by the number of seeds."""
+SCHEMA, GRADIENTS_SCHEMA = "pronghorn-accuracy-v1", "pronghorn-gradients-v1"
 ROW, LEARNING_RATE, WARM_UP = 4096, 5e-4, 6
 LOSS_SCALE = 4096.0
 """What the loss is multiplied by in float16."""
@@ -309,7 +310,7 @@ def chosen(given: argparse.Namespace) -> list[Candidate]:
 
 def main(given: argparse.Namespace) -> None:
     """Train every candidate from every seed; print a table and write one JSON object."""
-    check_out(given.out)
+    check_out(given.out, GRADIENTS_SCHEMA if given.gradients else SCHEMA)
     if given.gradients:
         compare_gradients(given)
         return
@@ -333,7 +334,7 @@ def main(given: argparse.Namespace) -> None:
                 held = entry.pop("tokens")
                 for key, value in entry.items():
                     results.setdefault(name, {}).setdefault(key, []).extend(value)
-            report = {"schema": "pronghorn-accuracy-v1", "rows": given.tokens, "seeds": count, "steps": given.steps}
+            report = {"schema": SCHEMA, "rows": given.tokens, "seeds": count, "steps": given.steps}
             report |= {"experts": given.experts, "data": given.data.stem, "supervised held-out tokens": held}
             report |= {"candidates": summary(results), "device": device_name(), "versions": versions()}
             report |= {"commit": given.commit, "date": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -352,7 +353,7 @@ def compare_gradients(given: argparse.Namespace) -> None:
     texts = documents(read(given.data, given.held_out)[0], tokenizer, given.tokens)
     [row] = rows_of(texts, 1, given.tokens)
     exact: dict[str, dict[str, Tensor]] = {}
-    report: dict[str, Any] = {"schema": "pronghorn-gradients-v1", "model": given.model.name, "data": given.data.stem}
+    report: dict[str, Any] = {"schema": GRADIENTS_SCHEMA, "model": given.model.name, "data": given.data.stem}
     report |= {"experts": given.experts, "tokens": given.tokens, "supervised": row["packed"].n_labels, "candidates": {}}
     report |= {"device": device_name(), "versions": versions(), "commit": given.commit}
     for candidate in (each for each in chosen(given) if each.outliers == 1):

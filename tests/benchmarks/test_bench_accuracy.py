@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import accuracy
+from benchmarks import accuracy, fair_rows, load, precision
+from benchmarks.record import check_out
 from benchmarks.upcycled import EXPERTS, with_experts
 from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.errors import DataError
 from support.tiny import tiny_model
 
 
@@ -41,6 +45,22 @@ def test_a_run_that_was_cut_off_goes_on_after_its_finished_seeds(tmp_path: Path)
 def test_seeds_of_other_settings_are_not_taken(tmp_path: Path, change: dict[str, object]) -> None:
     accuracy.keep(given(tmp_path), 0, {})
     assert accuracy.finished(given(tmp_path, **change)) == {}
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [(accuracy, "accuracy"), (fair_rows, "fair-rows-smollm2"), (load, "load-qwen3-14b"), (precision, "precision")],
+)
+def test_a_program_may_write_over_its_own_results_and_no_others(program: Any, name: str, tmp_path: Path) -> None:
+    """So a run that is cut off can go on: what it has so far lies in the file that it writes."""
+    out = tmp_path / "out.json"
+    shutil.copy(Path(accuracy.__file__).parent / f"results/reports/{name}.json", out)
+    check_out(out, program.SCHEMA)
+    with pytest.raises(DataError, match=f"{program.SCHEMA}, not pronghorn-result-v1"):
+        check_out(out)
+    out.write_text('{"schema": "other-v3"}')
+    with pytest.raises(DataError, match=f"other-v3, not {program.SCHEMA}"):
+        check_out(out, program.SCHEMA)
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<end_of_turn>"])
@@ -87,7 +107,7 @@ def test_gradients_of_a_model_with_experts_and_over_nf4(tmp_path: Path, monkeypa
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     found = {}
     for flags in ([], ["--experts"]):
-        out = tmp_path / f"{len(flags)}.json"
+        out = tmp_path / "out.json"  # which is written over
         names = ["bf16", "int8", "nf4 in float32", "nf4", "nf4 + int8"]
         asked = ["--model", "m", "--data", f"{tmp_path}/rows.json", "--held-out", "1", "--gradients", "--tokens", "128"]
         accuracy.main(accuracy.arguments().parse_args([*asked, *flags, "--only", *names, "--out", f"{out}"]))
