@@ -43,6 +43,7 @@ from benchmarks.upcycled import with_experts
 from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.device import device_name, versions
+from pronghorn.errors import DataError
 from pronghorn.families.registry import family_of
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
@@ -351,7 +352,9 @@ def compare_gradients(given: argparse.Namespace) -> None:
     base, tokenizer = load(given.model)
     base = with_experts(base) if given.experts else base
     texts = documents(read(given.data, given.held_out)[0], tokenizer, given.tokens)
-    [row] = rows_of(texts, 1, given.tokens)
+    row = next(iter(rows_of(texts, 1, given.tokens)), None)
+    if row is None:
+        raise DataError(f"{given.data} doesn't fill a row of {given.tokens} tokens", "give another --tokens or --data")
     exact: dict[str, dict[str, Tensor]] = {}
     report: dict[str, Any] = {"schema": GRADIENTS_SCHEMA, "model": given.model.name, "data": given.data.stem}
     report |= {"experts": given.experts, "tokens": given.tokens, "supervised": row["packed"].n_labels, "candidates": {}}

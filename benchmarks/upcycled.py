@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from pronghorn.errors import UnsupportedError
+
 EXPERTS, CHOSEN = 4, 2
 NOISE = 0.05
 """Of a weight's root mean square, a copy's own."""
@@ -19,7 +21,14 @@ KEPT = (
 
 
 def with_experts(model: Any, noise: float = NOISE) -> Any:
-    """Return a Mixtral of a Llama's weights, in their dtype; without noise it computes the same."""
+    """Return a Mixtral of a Llama's weights, in their dtype; without noise it computes the same.
+
+    Raises:
+        UnsupportedError: another family, whose layers Mixtral's don't compute.
+    """
+    if model.config.model_type != "llama":
+        raise UnsupportedError(f"--experts makes experts of a Llama's MLPs, not of {model.config.model_type!r}'s",
+            "leave it out, or give a Llama as SmolLM2")  # fmt: skip
     fields = {name: getattr(model.config, name) for name in KEPT}
     config = MixtralConfig(**fields, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, sliding_window=None)
     made = AutoModelForCausalLM.from_config(config, dtype=model.dtype)

@@ -15,7 +15,7 @@ from benchmarks import accuracy, fair_rows, load, precision
 from benchmarks.record import check_out
 from benchmarks.upcycled import EXPERTS, with_experts
 from pronghorn.diagnose.shapes import byte_tokenizer
-from pronghorn.errors import DataError
+from pronghorn.errors import DataError, UnsupportedError
 from support.tiny import tiny_model
 
 
@@ -96,6 +96,9 @@ def test_experts_of_a_dense_model_are_the_same_function_but_for_their_noise() ->
     one, *others = noisy.model.layers[1].mlp.experts.down_proj
     assert len(others) == EXPERTS - 1 and not any(torch.equal(one, other) for other in others)
 
+    with pytest.raises(UnsupportedError, match="not of 'qwen3'"):
+        with_experts(tiny_model("qwen3"))
+
 
 def test_gradients_of_a_model_with_experts_and_over_nf4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those over NF4 are compared twice; a row has as many tokens as asked for."""
@@ -120,4 +123,6 @@ def test_gradients_of_a_model_with_experts_and_over_nf4(tmp_path: Path, monkeypa
         assert entries["nf4 in float32"]["with nf4 in float32"]["median"] == 1.0
         own = entries["nf4"]["with nf4 in float32"]["median"]
         assert own > 0.99 and own > entries["nf4"]["median"]
+    with pytest.raises(DataError, match="a row of 12 tokens"):
+        accuracy.main(accuracy.arguments().parse_args([*asked[:-1], "12"]))
     assert "mlp.experts" in found["candidates"]["int8"]["each linear's least"]
