@@ -8,7 +8,8 @@ seed; a seed decides both. Seeds may run side by side. Losses are nats a supervi
 the model was trained, `deployed` with its adapters on the bf16 base, which is how adapters are used. What a candidate
 loses is the difference to float32's final loss in percent of what float32 gained, with a 95 % interval over seeds
 (Student's t). With `--gradients` nothing is trained: the first seed's adapters' gradients of one row are compared with
-float32's, which a CPU can do, too.
+float32's, which a CPU can do, too; those over NF4 also with NF4's own in float32. With `--experts` the model's MLPs
+become experts first (`benchmarks.upcycled`), which have adapters as well.
 
 The candidates with outliers train the same function: some channels of each norm are multiplied by a power of two and
 the weights behind divided by it, so that activations have the outliers of large models. "fp8_both, head too" multiplies
@@ -38,18 +39,22 @@ from torch import Tensor, nn
 from benchmarks.precision import to_nf4
 from benchmarks.program import parser_of, run
 from benchmarks.record import check_out
+from benchmarks.upcycled import with_experts
 from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.device import device_name, versions
+from pronghorn.errors import DataError
 from pronghorn.families.registry import family_of
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
+from pronghorn.models.experts import weight_names
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.fp8 import FP8Source, FP8Weight
 from pronghorn.precision.source import Activation
 
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Student's t for a 95 % interval, by the number of seeds."""
+SCHEMA, GRADIENTS_SCHEMA = "pronghorn-accuracy-v1", "pronghorn-gradients-v1"
 ROW, LEARNING_RATE, WARM_UP = 4096, 5e-4, 6
 LOSS_SCALE = 4096.0
 """What the loss is multiplied by in float16."""
@@ -75,6 +80,7 @@ CANDIDATES = [
     Candidate("fp8_exact", compute="fp8_exact"),
     Candidate("int8", compute="int8"),
     Candidate("fp8_both, head too", compute="fp8_both", head=True),
+    Candidate("nf4 in float32", torch.float32, nf4=True),
     Candidate("nf4", nf4=True),
     Candidate("nf4 + fp8", nf4=True, compute="fp8"),
     Candidate("nf4 + fp8_both", nf4=True, compute="fp8_both"),
@@ -140,15 +146,15 @@ def read(path: Path, held_out: int) -> tuple[list[tuple[str, str]], list[tuple[s
     return pairs[:-held_out], pairs[-held_out:]
 
 
-def documents(pairs: list[tuple[str, str]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Return (tokens, labels) of conversations, answers supervised; those that fit into a row."""
+def documents(pairs: list[tuple[str, str]], tokenizer: Any, tokens: int = ROW) -> list[tuple[list[int], list[int]]]:
+    """Return (tokens, labels) of conversations, answers supervised; those that fit into a row of `tokens`."""
     made, end = [], end_of_turn(tokenizer)
     for question, text in pairs:
         chat = [{"role": "user", "content": question}]
         turn = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(turn, add_special_tokens=False)["input_ids"]  # the template has them
         answer = tokenizer(text + end, add_special_tokens=False)["input_ids"]
-        if len(prompt) + len(answer) <= ROW:
+        if len(prompt) + len(answer) <= tokens:
             made.append((prompt + answer, [IGNORE_INDEX] * len(prompt) + answer))
     return made
 
@@ -160,11 +166,13 @@ def end_of_turn(tokenizer: Any) -> str:
     return after.strip()
 
 
-def rows_of(texts: list[tuple[list[int], list[int]]], count: int | None = None) -> list[dict[str, Any]]:
-    """Return packed rows of `ROW` tokens, documents in their order; the first `count` of them."""
-    collate, rows, now = Collator(ROW, 0), [], []
+def rows_of(
+    texts: list[tuple[list[int], list[int]]], count: int | None = None, tokens: int = ROW
+) -> list[dict[str, Any]]:
+    """Return packed rows of `tokens`, documents in their order; the first `count` of them."""
+    collate, rows, now = Collator(tokens, 0), [], []
     for ids, labels in texts:
-        if sum(len(each) for each, _ in now) + len(ids) > ROW:
+        if sum(len(each) for each, _ in now) + len(ids) > tokens:
             rows.append(now)
             now = []
         now.append((ids, labels))
@@ -204,7 +212,7 @@ def adapted(base: Any, candidate: Candidate, seed: int, device: str) -> Any:
     model = model.to(device, candidate.dtype)
     if candidate.nf4:
         to_nf4(model)
-    model = add_lora(model, r=16, lora_alpha=16)
+    model = add_lora(model, r=16, lora_alpha=16, target_parameters=weight_names(model) or None)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -249,13 +257,19 @@ def train(model: Any, rows: list[dict[str, Any]], device: str, scale: float) -> 
         optimizer.step()
 
 
-def gradients(model: Any, row: dict[str, Any], device: str, scale: float) -> dict[str, Tensor]:
-    """Return the adapters' gradients of one row, in float64 on the CPU, made from `scale` times the loss."""
+def gradients(model: Any, row: dict[str, Any], device: str, scale: float) -> tuple[float, dict[str, Tensor]]:
+    """Return one row's loss and the adapters' gradients, in float64 on the CPU, made from `scale` times the loss."""
     model.zero_grad()
-    (model(**to(row, device)).loss * scale).backward()
+    loss = model(**to(row, device)).loss
+    (loss * scale).backward()
     found = {name: p.grad.double().cpu() / scale for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return loss.item(), found
+
+
+def of_b(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Keep LoRA's B: while it is zero, A has no gradient."""
+    return {name: grad for name, grad in found.items() if ".lora_B." in name}
 
 
 def mean_of(losses: list[float]) -> float | None:
@@ -282,6 +296,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--held-out", type=int, default=300, help="rows that are held out")
     parser.add_argument("--workers", type=int, default=1, help="seeds that run side by side")
+    parser.add_argument("--tokens", type=int, default=ROW, help="of a row")
+    parser.add_argument("--experts", action="store_true", help="make experts of a Llama's MLPs first")
     parser.add_argument("--gradients", action="store_true", help="train nothing, compare gradients at the start")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[each.name for each in CANDIDATES], default=[],
         help="candidates beside float32; all without")  # fmt: skip
@@ -295,7 +311,7 @@ def chosen(given: argparse.Namespace) -> list[Candidate]:
 
 def main(given: argparse.Namespace) -> None:
     """Train every candidate from every seed; print a table and write one JSON object."""
-    check_out(given.out)
+    check_out(given.out, GRADIENTS_SCHEMA if given.gradients else SCHEMA)
     if given.gradients:
         compare_gradients(given)
         return
@@ -319,8 +335,8 @@ def main(given: argparse.Namespace) -> None:
                 held = entry.pop("tokens")
                 for key, value in entry.items():
                     results.setdefault(name, {}).setdefault(key, []).extend(value)
-            report = {"schema": "pronghorn-accuracy-v1", "rows": ROW, "seeds": count, "steps": given.steps}
-            report |= {"data": given.data.stem, "supervised held-out tokens": held}
+            report = {"schema": SCHEMA, "rows": given.tokens, "seeds": count, "steps": given.steps}
+            report |= {"experts": given.experts, "data": given.data.stem, "supervised held-out tokens": held}
             report |= {"candidates": summary(results), "device": device_name(), "versions": versions()}
             report |= {"commit": given.commit, "date": datetime.now(UTC).isoformat(timespec="seconds")}
             if given.out:  # after each seed: a run that is cut off leaves those before
@@ -334,18 +350,28 @@ def compare_gradients(given: argparse.Namespace) -> None:
     """Compare each candidate's gradients of one row, at the start, with float32's; print and write one JSON object."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base, tokenizer = load(given.model)
-    [row] = rows_of(documents(read(given.data, given.held_out)[0], tokenizer), 1)
-    exact: dict[str, Tensor] = {}
-    report: dict[str, Any] = {"schema": "pronghorn-gradients-v1", "model": given.model.name, "data": given.data.stem}
-    report |= {"tokens": ROW, "candidates": {}, "device": device_name(), "versions": versions(), "commit": given.commit}
+    base = with_experts(base) if given.experts else base
+    texts = documents(read(given.data, given.held_out)[0], tokenizer, given.tokens)
+    row = next(iter(rows_of(texts, 1, given.tokens)), None)
+    if row is None:
+        raise DataError(f"{given.data} doesn't fill a row of {given.tokens} tokens", "give another --tokens or --data")
+    exact: dict[str, dict[str, Tensor]] = {}
+    report: dict[str, Any] = {"schema": GRADIENTS_SCHEMA, "model": given.model.name, "data": given.data.stem}
+    report |= {"experts": given.experts, "tokens": given.tokens, "supervised": row["packed"].n_labels, "candidates": {}}
+    report |= {"device": device_name(), "versions": versions(), "commit": given.commit}
     for candidate in (each for each in chosen(given) if each.outliers == 1):
         model = adapted(base, candidate, 0, device)
         scale = LOSS_SCALE if candidate.dtype is torch.float16 else 1.0
-        loss = loss_of(model, [row], device)
-        found = {name: g for name, g in gradients(model, row, device, scale).items() if ".lora_B." in name}
-        exact = exact or found
-        report["candidates"][candidate.name] = {"loss": round(loss, 4)} | spread_of(cosines(found, exact))
-        print(candidate.name, report["candidates"][candidate.name], flush=True)
+        started = time.perf_counter()
+        loss, found = gradients(model, row, device, scale)
+        found = of_b(found)
+        if candidate.dtype is torch.float32:
+            exact[candidate.name] = found
+        entry = {"loss": round(loss, 4)} | spread_of(cosines(found, exact["float32"]))
+        if candidate.nf4 and "nf4 in float32" in exact:
+            entry["with nf4 in float32"] = spread_of(cosines(found, exact["nf4 in float32"]))
+        report["candidates"][candidate.name] = entry
+        print(candidate.name, entry, f"{time.perf_counter() - started:.1f} s", flush=True)
         if given.out:
             given.out.write_text(json.dumps(report, indent=1) + "\n")
         del model
@@ -356,7 +382,7 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
     """Return what seeds must share to stand in one table."""
     names = [candidate.name for candidate in chosen(given)]
     return {"model": given.name, "data": given.data.stem, "steps": given.steps, "held_out": given.held_out} | {
-        "candidates": names, "commit": given.commit
+        "tokens": given.tokens, "experts": given.experts, "candidates": names, "commit": given.commit
     }  # fmt: skip
 
 
@@ -392,18 +418,20 @@ def run_seed(given: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     base, tokenizer = load(given.model)
+    base = with_experts(base) if given.experts else base
     train_pairs, held_pairs = read(given.data, given.held_out)
-    texts, held = documents(train_pairs, tokenizer), rows_of(documents(held_pairs, tokenizer))
+    texts = documents(train_pairs, tokenizer, given.tokens)
+    held = rows_of(documents(held_pairs, tokenizer, given.tokens), tokens=given.tokens)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    rows, exact, entries = rows_of([texts[i] for i in order], given.steps), {}, {}
+    rows, exact, entries = rows_of([texts[i] for i in order], given.steps, given.tokens), {}, {}
     for candidate in chosen(given):
         started = time.perf_counter()
         model = adapted(base, candidate, seed, device)
         entry: dict[str, Any] = {"before": [loss_of(model, held, device)], "cosines": [], "at the start": []}
         scale = LOSS_SCALE if candidate.dtype is torch.float16 else 1.0
         compared = seed == 0 and candidate.outliers == 1
-        if compared:  # LoRA's B is zero, so that A has no gradient yet
-            first = {n: grad for n, grad in gradients(model, rows[0], device, scale).items() if ".lora_B." in n}
+        if compared:
+            first = of_b(gradients(model, rows[0], device, scale)[1])
             exact.setdefault("first", first)
             entry["at the start"] = cosines(first, exact["first"])
         train(model, rows, device, scale)
@@ -414,10 +442,10 @@ def run_seed(given: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
         entry["deployed"] = [loss_of(plain, held, device)]
         if seed == 0:  # gradients of the float32 run's end, in every candidate
             if candidate.name == "float32":
-                exact |= {"adapters": adapters, "gradients": gradients(model, held[0], device, scale)}
+                exact |= {"adapters": adapters, "gradients": gradients(model, held[0], device, scale)[1]}
             model.load_state_dict(exact["adapters"], strict=False)
             if compared:
-                entry["cosines"] = cosines(gradients(model, held[0], device, scale), exact["gradients"])
+                entry["cosines"] = cosines(gradients(model, held[0], device, scale)[1], exact["gradients"])
         entries[candidate.name] = entry | {"tokens": sum(row["packed"].n_labels for row in held)}
         print(seed, candidate.name, entry["heldout"][-1], f"{time.perf_counter() - started:.1f} s", flush=True)
         del model, plain
@@ -456,9 +484,12 @@ def summary(results: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
 def spread_of(found: list[tuple[str, float]]) -> dict[str, Any]:
     """Summarise cosines of adapters' gradients: the least, the median, how many are low, and each layer's least."""
     layers: dict[int, float] = {}
+    kinds: dict[str, float] = {}
     for name, value in found:
-        number = int(name.partition(".layers.")[2].partition(".")[0])
-        layers[number] = min(value, layers.get(number, 1.0))
+        number, _, rest = name.partition(".layers.")[2].partition(".")
+        kind = rest.partition(".lora_")[0]
+        layers[int(number)] = min(value, layers.get(int(number), 1.0))
+        kinds[kind] = min(value, kinds.get(kind, 1.0))
     values = [value for _, value in found]
     return {
         "least": found[:3],
@@ -466,6 +497,7 @@ def spread_of(found: list[tuple[str, float]]) -> dict[str, Any]:
         "below 0.98": sum(value < 0.98 for value in values),
         "adapters": len(values),
         "each layer's least": [round(value, 4) for _, value in sorted(layers.items())],
+        "each linear's least": {kind: round(value, 4) for kind, value in sorted(kinds.items())},
     }
 
 

@@ -30,6 +30,7 @@ from benchmarks.record import check_out
 from pronghorn.data import packing
 from pronghorn.device import device_name, versions
 
+SCHEMA = "pronghorn-fair-rows-v1"
 MICRO_BATCH = 8192
 """Tokens, padding too, that go through the model at a time."""
 Tokens = tuple[list[int], int]
@@ -162,11 +163,11 @@ def main(given: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     if given.out:
-        check_out(given.out)
+        check_out(given.out, SCHEMA)
     device, parts = "cuda" if torch.cuda.is_available() else "cpu", list[dict[str, Any]]()
     tokenizer: Any = AutoTokenizer.from_pretrained(given.model)
     facts = {
-        "schema": "pronghorn-fair-rows-v1", "model": given.model.name, "train": given.train.name,
+        "schema": SCHEMA, "model": given.model.name, "train": given.train.name,
         "held out": given.held_out.name, "tokens": given.tokens, "rank": given.rank, "rate": given.learning_rate,
         "device": device_name(), "versions": versions(), "commit": given.commit,
     }  # fmt: skip

@@ -39,6 +39,7 @@ from pronghorn.loading.weights import bitsandbytes_config
 from pronghorn.models.families import check_config
 from pronghorn.precision.loader import check_weights, checkpoint
 
+SCHEMA = "pronghorn-load-v1"
 PIECE = 16 * 2**20
 """Bytes that `read` asks for at a time."""
 STREAMS = 8
@@ -160,7 +161,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> None:
     """Print one JSON object, and write it."""
-    check_out(given.out)
+    check_out(given.out, SCHEMA)
     check_model(given.model)
     folder = checkpoint_of(given.model, given.checkpoints, 0)
     states = ("warm",) if given.warm else ("cold", "warm")
@@ -169,7 +170,7 @@ def main(given: argparse.Namespace) -> None:
     size = sum(file.stat().st_size for file in check_weights(folder))
     ratios = {state: round(seconds[f"{state} pronghorn"] / seconds[f"{state} read"], 3) for state in states}
     report = {
-        "schema": "pronghorn-load-v1",
+        "schema": SCHEMA,
         "model": given.model,
         "bits": given.bits,
         "file bytes": size,

@@ -32,6 +32,7 @@ from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.fp8 import row_scales
 
+SCHEMA = "pronghorn-precision-v1"
 TOKENS, WRITTEN_OUT = 8192, "bf16 written out"
 PAIRS = [
     *(("bf16", compute) for compute in ("dtype", "fp8", "fp8_both", "fp8_exact", "int8")),
@@ -124,8 +125,8 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> None:
     """Print and write one JSON object."""
-    check_out(given.out)
-    result: dict[str, Any] = {"schema": "pronghorn-precision-v1", "tokens": TOKENS, "layers": given.layers}
+    check_out(given.out, SCHEMA)
+    result: dict[str, Any] = {"schema": SCHEMA, "tokens": TOKENS, "layers": given.layers}
     result["kernels"] = kernels()
     result["by base and compute"] = layers(given.layers)
     result |= {"device": device_name(), "versions": versions(), "commit": given.commit}

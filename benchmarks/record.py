@@ -129,15 +129,7 @@ def read_results(path: Path) -> list[Result]:
     Raises:
         DataError: no JSON, results of another schema, or damaged ones.
     """
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error})", "give a file that benchmarks.step or .ops wrote") from error
-    rows = stored if isinstance(stored, list) else [stored]
-    schemas = {row.get("schema") if isinstance(row, dict) else None for row in rows}
-    if schemas - {SCHEMA}:
-        found = ", ".join(sorted(map(str, schemas)))
-        raise DataError(f"{path} has results of schema {found}, not {SCHEMA}", "measure again, or give another file")
+    rows = _rows(path, SCHEMA)
     names = {field.name for field in fields(Result)}
     try:
         if wrong := next((row.keys() ^ names for row in rows if row.keys() != names), None):
@@ -147,10 +139,27 @@ def read_results(path: Path) -> list[Result]:
         raise DataError(f"{path} is damaged ({error})", "measure again, or leave it out") from error
 
 
-def check_out(path: Path | None) -> None:
-    """Refuse, before measuring, a file without results (DataError), or one that can't be written (ConfigError)."""
+def _rows(path: Path, schema: str) -> list[Any]:
+    """Read a file of results, all of one schema."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error})", "give a file that benchmarks.step or .ops wrote") from error
+    rows = stored if isinstance(stored, list) else [stored]
+    schemas = {row.get("schema") if isinstance(row, dict) else None for row in rows}
+    if schemas - {schema}:
+        found = ", ".join(sorted(map(str, schemas)))
+        raise DataError(f"{path} has results of schema {found}, not {schema}", "measure again, or give another file")
+    return rows
+
+
+def check_out(path: Path | None, schema: str = SCHEMA) -> None:
+    """Refuse, before measuring, a file without results of that schema (DataError), or one that can't be written
+    (ConfigError)."""
     if path is None:
         return
     check_writable(path)
-    if path.exists():
+    if path.exists() and schema == SCHEMA:
         read_results(path)
+    elif path.exists():
+        _rows(path, schema)

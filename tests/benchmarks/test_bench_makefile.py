@@ -66,6 +66,7 @@ EARLIER = {
     "end-to-end-qwen3-0.6b-unpacked": "end-to-end-qwen3-0.6b",
     "end-to-end-qwen3-0.6b-unpacked-branch": "end-to-end-qwen3-0.6b",
     "accuracy-int8": "accuracy",
+    "gradients-int8-smollm2-1024-tokens": "benchmarks.accuracy --gradients --tokens 1024, with bf16, fp8 and int8, too",
     "accuracy-int8-fp8": "accuracy",
     "accuracy-int8-fp8-instructions": "accuracy-instructions",
     "step-llama-3.1-8b-int8-fp8": "step-llama-3.1-8b-fp8",
@@ -121,7 +122,7 @@ EARLIER = {
 
 
 def commands() -> list[list[str]]:
-    """What `make all several tokenising exports gemma` and the export's time would run, from the interpreter on."""
+    """What makes results would run, from the interpreter on."""
     done = subprocess.run(
         [
             "make",
@@ -135,6 +136,7 @@ def commands() -> list[list[str]]:
             "export-time-llama-3.1-8b",
             "fair-rows-stories260k",
             "gemma",
+            "gradients",
             "PYTHON=python",
         ],
         capture_output=True,
