@@ -540,17 +540,26 @@ def test_what_fits_nowhere_is_advised_4_bits_that_count_the_experts_too() -> Non
     assert "load_in_4bit" not in refused.value.remedy
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_integers_that_have_no_room_are_advised_fp8(method: Any) -> None:
+def test_integers_that_have_no_room_are_advised_fp8() -> None:
     """Whose codes are written out for each product."""
-    setup = TrainSetup(8192, method=method, fp8=True, fp8_forward=False, int8=True, accumulates=False)
-    name, device = "Qwen3-14B" if method == "qlora" else "Llama-3.1-8B", device_spec("rtx4090")
-    dims = dims_of(skeleton(config_of(name)))
+    setup = TrainSetup(8192, fp8=True, fp8_forward=False, int8=True, accumulates=False)
+    dims, device = dims_of(skeleton(config_of("Llama-3.1-8B"))), device_spec("rtx4090")
     with pytest.raises(PlanDoesNotFit) as refused:
         plan(dims, setup, device, device.memory_bytes)
     [needed] = re.findall(r"fits: .*precision\.compute: fp8 needs ([0-9.]+) GiB", refused.value.remedy)
     made = plan(dims, replace(setup, int8=False, codes="auto"), device, device.memory_bytes)
     assert made.predicted["process"] <= device.memory_bytes and float(needed) < 24
+
+
+def test_integers_over_4_bits_are_kept_where_there_is_room_and_else_written_out() -> None:
+    setup = TrainSetup(8192, method="qlora", fp8=True, fp8_forward=False, int8=True, written_out="auto")
+    dims, made = dims_of(skeleton(config_of("Qwen3-14B"))), {}
+    for name in ("h200", "rtx4090"):
+        device = device_spec(name)
+        made[name] = plan(dims, setup, device, device.memory_bytes)
+    assert made["h200"].written_once and not made["rtx4090"].written_once
+    more = made["h200"].predicted["weights"] - made["rtx4090"].predicted["weights"]
+    assert 2.0 < more / sum(layer.linear_weights for layer in dims.layers) < 2.2
 
 
 def test_smaller_adapters_keep_the_optimiser_that_is_asked_for() -> None:

@@ -113,6 +113,7 @@ def allocates_like_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (fp8, "scaled_product", multiply),
         (int8, "quantise_turned", lambda x, *_: RowCodes.like(x)),
         (int8, "int8_product", lambda a, a_scales, b, b_scales, dtype: multiply(a, a_scales, b, b_scales, dtype, True)),
+        (int8, "write_turned", lambda weight, factors, scales, out, dtype, across: out.zero_()),
         (fp8, "write_codes", lambda weight, inverse, out, across: out.view(torch.uint8).zero_()),
     ):
         monkeypatch.setattr(module, name, made)
