@@ -272,7 +272,7 @@ def test_on_a_gpu(family: str, base: str) -> None:
     assert same(loss_and_gradients(model, batch), found[COMPUTE])
 
 
-@pytest.mark.parametrize(("family", "base"), BASES)
+@pytest.mark.parametrize(("family", "base"), [*BASES, ("glm4_moe", "nf4"), ("qwen3_5_moe_text", "nf4")])
 def test_the_plan_counts_a_byte_a_product(family: str, base: str) -> None:
     model, batch = model_of(family, base), packed_row(LENGTHS, ROW)
     dims, handle = dims_of(model), attach(model, Plan.keep(), layers="fused")
@@ -289,12 +289,14 @@ def test_the_plan_counts_a_byte_a_product(family: str, base: str) -> None:
     sources = [
         each for linear in handle.layers.linears() for each in (linear.source, getattr(linear.source, "plain", None))
     ]
-    held = sum(tensor.nbytes for tensor in integers(handle))
+    held = sum(tensor.nbytes for tensor in integers(handle))  # none of shared experts, which transformers computes
     held += sum(each.storage.nbytes for each in sources if isinstance(each, DenseSource))
     assert held == resting_bytes(dims, setup_of(model, ROW, None))["weights"] - plain
     [told] = [path.path for path in handle.report if path.part == "products of frozen weights"]
-    gates = {"qwen3_5_text": "; 2 of 14 in the model's dtype, whose weights are gates'"}.get(family, "")
-    assert told.endswith(f"values in the model's dtype, of weights written out once{gates}")
+    gates = {"qwen3_5_text": 14, "qwen3_5_moe_text": 8}.get(family)
+    more = f"; 2 of {gates} in the model's dtype, whose weights are gates'" if gates else ""
+    more += " (experts apart: their weights are in 4 bits)" if "moe" in family else ""
+    assert told.endswith(f"values in the model's dtype, of weights written out once{more}")
 
 
 @pytest.mark.parametrize(

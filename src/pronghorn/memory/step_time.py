@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pronghorn.families.layer_spec import GatedMLPSpec, LayerSpec, Linear, PerLayerInputSpec
 from pronghorn.memory.devices import DeviceSpec
-from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, in_integers, wide_weights, width_of
+from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, in_integers, width_of
 from pronghorn.memory.plan import Policy, followed
 
 SUSTAINED = 0.87
@@ -203,7 +203,12 @@ def _of_linears(layer: LayerSpec, setup: TrainSetup, forward: bool) -> float:
     """Return the weights of a layer's linears, those that multiply in 8 bits as many as take as long in 16."""
     if not setup.int8:
         return (FP8 if (setup.forward_in_fp8 if forward else setup.fp8) else 1.0) * layer.linear_weights
-    return INT8 * layer.linear_weights + (1 - INT8) * wide_weights(layer, forward)
+    return sum(
+        (INT8 if in_integers(block, group)[0 if forward else 1] else 1.0) * linear.weights
+        for block in layer.blocks
+        for group in block.groups
+        for linear in group
+    )
 
 
 def _quantised(layer: LayerSpec, setup: TrainSetup) -> tuple[int, int]:
