@@ -98,10 +98,9 @@ def _turn(x_ptr, factors_ptr, columns, K, h):
 
 
 @triton.jit
-def _store(codes_ptr, columns, K, z, inverse):
-    """Store z / s as the nearest whole numbers in 8 bits: the last of float32's where 1.5 · 2^23 is added to them."""
-    codes = (z * inverse + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    tl.store(codes_ptr + columns, codes, mask=columns < K)
+def nearest(x):
+    """Return the integers in 8 bits that are nearest to x in float32: its last bits where 1.5 · 2^23 is added to it."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -144,11 +143,11 @@ def _turned(
         inverse = tl.reshape(inverse, (ROWS * GROUPS,))[:, None]
         if PARTS > 0:
             for part in tl.static_range(PARTS):
-                _store(codes + part * SIZE, columns, K - part * SIZE, kept[part], inverse)
+                tl.store(codes + part * SIZE + columns, nearest(kept[part] * inverse), mask=columns < K - part * SIZE)
         else:
             for start in range(0, K, SIZE):  # x is in the cache
                 z = _turn(x + start, factors_ptr + start, columns, K - start, h)
-                _store(codes + start, columns, K - start, z, inverse)
+                tl.store(codes + start + columns, nearest(z * inverse), mask=columns < K - start)
 
 
 @cache
