@@ -81,6 +81,20 @@ def test_both_products_are_those_of_the_integers() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("across", [False, True])
+def test_columns_and_weights_of_zeros_give_numbers(across: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(64, 64).to(dtype)
+    x[:, 7] = 1000.0
+    weight[:, 7] = weight[9] = 0
+    exact = x.double() @ (weight if across else weight.t()).double()
+    found = Int8Source(TurnedWeight.of([weight], across, dtype)).forward(Activation(x), None)
+    assert (found - exact).norm() / exact.norm() < 0.015
+    none = Int8Source(TurnedWeight.of([weight * 0], across, dtype)).forward(Activation(x), None)
+    assert torch.equal(none, x * 0)
+
+
 def test_a_profile_tells_its_products_from_what_else_a_layer_launches() -> None:
     source = Int8Source(TurnedWeight.of([torch.randn(64, 64).bfloat16()], False, torch.bfloat16))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
