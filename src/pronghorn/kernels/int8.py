@@ -62,7 +62,8 @@ SETTINGS = (
     Setting(20480, 32, 1, 2, 16, passes=2),
     Setting(math.inf, 64, 1, 4, 64, passes=2),
 )
-"""On Hopper the fastest that were tried on an H200, up to 22 of each width (`benchmarks.ops` has turned rows)."""
+"""On Hopper the fastest that were tried; rows of 12,288 columns and more:
+benchmarks/results/reports/integers-on-an-h200.txt."""
 ELSEWHERE = Setting(math.inf, 32, 1, 4, 16, passes=2)
 """Fits the shared memory of every card, and no rows of tensor memory, in whose layouts Triton can't find the largest
 element (sm_100). Not measured."""

@@ -16,7 +16,8 @@ from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.nf4 import NF4Weight, _absmax, _tensors, write_out_reference
 
 ALONG, ACROSS = (32, 2, 4), (64, 2, 4)
-"""Rows and groups of 64 columns of a program's tile, and its warps, for W and for Wᵀ, which has 64 rows."""
+"""Rows and groups of 64 columns of W that a program reads, and its warps: for the codes of W, and of Wᵀ, whose groups
+are 64 rows of W."""
 
 
 def fits(weight: NF4Weight) -> bool:
