@@ -17,8 +17,10 @@ from pronghorn.config.recipe import Recipe
 from pronghorn.errors import PronghornError
 from pronghorn.kernels.int8 import quantise_turned
 from pronghorn.loading.share import share_layers
-from pronghorn.memory.estimate import resting_bytes
+from pronghorn.memory.devices import device_spec
+from pronghorn.memory.estimate import TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.step_time import INT8, _layer_times, _rates
 from pronghorn.models.attach import attach
 from pronghorn.models.attach import attached as handle_of
 from pronghorn.models.auto_plan import dims_of, setup_of
@@ -29,9 +31,11 @@ from pronghorn.precision.source import Activation, DenseSource, LowRankGrad
 from pronghorn.ranges import PREFIX, PRODUCTS
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import loss_and_gradients, with_adapters
+from support.shapes import dims_of_shape
 from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
 
 COMPUTE: Any = "int8"
+INTEGERS = TrainSetup(8192, fp8=True, fp8_forward=False, int8=True)
 FAMILIES = ("llama", "gemma3_text", "qwen3_5_text", "phi3", "gemma4_text", "gemma4_unified_text")
 SIZES: dict[str, dict[str, int]] = {**SIZES_IN_8_BITS, "gemma4_unified_text": {"num_global_key_value_heads": 2}}
 BASES = [*((family, "bf16") for family in FAMILIES), ("llama", "nf4"), ("qwen3_5_text", "nf4"), ("llama", "fp16")]
@@ -311,6 +315,34 @@ def test_the_plan_counts_a_byte_a_product(family: str, base: str) -> None:
     more = f"; 2 of {gates} in the model's dtype, whose weights are gates'" if gates else ""
     more += " (experts apart: their weights are in 4 bits)" if "moe" in family else ""
     assert told.endswith(f"values in the model's dtype, of weights written out once{more}")
+
+
+def test_the_plan_times_products_turned_rows_and_what_is_written_out() -> None:
+    (layer, *_), h200 = dims_of_shape("Llama-3.1-8B").layers, device_spec("h200")
+    qkv, *others = layer.groups
+    rate, of_byte = _rates(INTEGERS, h200)
+    times, plain = (_layer_times(layer, each, h200) for each in (INTEGERS, replace(INTEGERS, fp8=False, int8=False)))
+    saved = [2 * 8192 * rate * (1 - INT8) * sum(each.weights for each in linears) for linears in (qkv, sum(others, ()))]
+    turned = [3 * 8192 * of_byte * sum(group[0].inputs for group in others)]
+    turned += [3 * 8192 * of_byte * sum(each.out for each in layer.linears)]
+    assert times.forward == pytest.approx(plain.forward - saved[1] + turned[0])
+    assert times.backward == pytest.approx(plain.backward - sum(saved) + turned[1])
+    assert times.gate_up == pytest.approx(INT8 * plain.gate_up)
+    # of 4 bits codes are written; of a packed checkpoint 16 bits are written and read twice, and then codes
+    for few, moved in (({"method": "qlora"}, 0.5 + 1), ({"linear_bytes": 1.0}, 1 + 5)):
+        found = _layer_times(layer, replace(INTEGERS, **few), h200)
+        for ours, kept in ((found.forward, times.forward), (found.backward, times.backward)):
+            assert ours - kept == pytest.approx(moved * layer.linear_weights * of_byte)
+        once = _layer_times(layer, replace(INTEGERS, **few, written_out="once"), h200)
+        assert (once.forward, once.backward) == pytest.approx((times.forward, times.backward))
+
+
+def test_integers_of_16_bits_are_kept_whatever_is_asked_of_codes_in_floats() -> None:
+    for setup in (INTEGERS, replace(INTEGERS, codes="written"), replace(INTEGERS, method="qlora")):
+        assert not setup.writes_codes
+    assert replace(INTEGERS, unshared="whole").in_fp8 == replace(INTEGERS, int8=False, codes="written")
+    packed = replace(INTEGERS, linear_bytes=1.0)  # whose codes in floats are kept
+    assert packed.in_fp8 == replace(packed, int8=False)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
 
 
 def _of_linears(layer: LayerSpec, setup: TrainSetup, forward: bool) -> float:
-    """Return the weights of a layer's linears, those that multiply in 8 bits as many as take as long in 16."""
+    """Return how many weights in 16 bits take as long as those of a layer's linears, forward or back."""
     if not setup.int8:
         return (FP8 if (setup.forward_in_fp8 if forward else setup.fp8) else 1.0) * layer.linear_weights
     return sum(
