@@ -245,6 +245,16 @@ def test_integers_follow_their_weight_and_another_compute_lets_them_go() -> None
         assert len(codes) == 7 * 3 * 3 and not any(code() is not None for code in codes)
 
 
+@pytest.mark.parametrize("compute", ["fp8", COMPUTE])
+def test_a_weight_that_is_trained_is_told(compute: str) -> None:
+    model = model_of()
+    model.get_base_model().model.layers[0].mlp.down_proj.base_layer.weight.requires_grad_(True)
+    handle = attached(model, compute=compute)
+    loss_and_gradients(model, packed_row(LENGTHS, ROW))
+    [told] = [path.path for path in handle.report if path.part == "products of frozen weights"]
+    assert told.endswith("; 1 of 12 in the model's dtype, whose weights are trained")
+
+
 def test_autocast_changes_no_code() -> None:
     """Weights are quantised in a forward, which trainers run under it."""
     weight, factors = torch.randn(64, 128).half(), torch.rand(128) + 0.5
