@@ -16,7 +16,7 @@ SCORES = "scores"
 ADAPTERS = "adapters"
 """Adapters' gradients, and the products of experts that have a rank."""
 PRODUCTS = "products"
-"""The other products of experts, and those in 8-bit integers: kernels that no operation of torch's name tells."""
+"""The other products of experts, and products in 8-bit integers: no operation of torch names their kernels."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

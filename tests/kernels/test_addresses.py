@@ -28,7 +28,6 @@ BOUNDED = {
     "tensor * parts": "tensors times parts of each",
     "(adapter - ADAPTERS) * each": "parts of one adapter's rows of a rank",
     "V // TILE * TILE": "one row's logits",
-    "part * SIZE": "one row's columns",
     "T * RANK": "tokens times a rank of 32 at most",
     "key * q_head": "within one token",
     "key * k_head": "within one token",
@@ -47,6 +46,7 @@ class Kernel:
 
     def __init__(self, function: ast.FunctionDef, constants: set[str], wide: set[str]) -> None:
         annotated = {arg.arg for arg in function.args.args if arg.annotation is not None}
+        annotated |= {ast.unparse(node.target) for node in ast.walk(function) if isinstance(node, ast.AnnAssign)}
         self.function, self.small, self.wide = function, constants | annotated, set(wide)
         while self._learn():
             pass

@@ -541,10 +541,9 @@ def test_what_fits_nowhere_is_advised_4_bits_that_count_the_experts_too() -> Non
 
 
 def test_integers_that_have_no_room_are_advised_fp8() -> None:
-    """Whose codes are written out for each product, as integers of 4 bits are, too."""
+    """Whose codes are written out for each product."""
     setup = TrainSetup(8192, fp8=True, fp8_forward=False, int8=True, accumulates=False)
-    device, dims = device_spec("rtx4090"), dims_of(skeleton(config_of("Llama-3.1-8B")))
-    assert not plan(dims, replace(setup, method="qlora", written_out="auto"), device, device.memory_bytes).written_once
+    dims, device = dims_of(skeleton(config_of("Llama-3.1-8B"))), device_spec("rtx4090")
     with pytest.raises(PlanDoesNotFit) as refused:
         plan(dims, setup, device, device.memory_bytes)
     [needed] = re.findall(r"fits: .*precision\.compute: fp8 needs ([0-9.]+) GiB", refused.value.remedy)
@@ -553,6 +552,17 @@ def test_integers_that_have_no_room_are_advised_fp8() -> None:
     with pytest.raises(PlanDoesNotFit) as refused:  # Ampere, which has none
         plan(dims, setup, device_spec("a10"), device.memory_bytes)
     assert "fp8" not in refused.value.remedy
+
+
+def test_integers_over_4_bits_are_kept_where_there_is_room_and_else_written_out() -> None:
+    setup = TrainSetup(8192, method="qlora", fp8=True, fp8_forward=False, int8=True, written_out="auto")
+    dims, made = dims_of(skeleton(config_of("Qwen3-14B"))), {}
+    for name in ("h200", "rtx4090"):
+        device = device_spec(name)
+        made[name] = plan(dims, setup, device, device.memory_bytes)
+    assert made["h200"].written_once and not made["rtx4090"].written_once
+    more = made["h200"].predicted["weights"] - made["rtx4090"].predicted["weights"]
+    assert 2.0 < more / sum(layer.linear_weights for layer in dims.layers) < 2.2
 
 
 def test_smaller_adapters_keep_the_optimiser_that_is_asked_for() -> None:

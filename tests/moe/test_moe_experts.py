@@ -51,7 +51,7 @@ def ours(
         weights = [weight.contiguous() for weight in weights]
     biases = [given["gate_up_bias"], given["down_bias"]] if bias else [None, None]
     low_rank = [LowRank(given["a1"], given["b1"], 0.5), LowRank(given["a2"], given["b2"], 2.0)]
-    codes = (coded(weights[0], compute), coded(weights[1], compute)) if compute.is_fp8 else None
+    codes = (coded(weights[0], compute), coded(weights[1], compute)) if compute.in_8_bits else None
     adapters = low_rank if lora else (None, None)
     layer = Experts(weights[0], weights[1], gate, biases[0], biases[1], *adapters, codes)
     sizes = tuple(size for weight in weights for size in weight.shape[1:])
@@ -264,7 +264,7 @@ def test_experts_never_synchronise_and_fit_a_graph(compute: Compute) -> None:
     index = indices(63, 2, 5, "even").cuda()
     given = {name: (value * 0.2).to("cuda", torch.bfloat16) for name, value in tensors(63, 2, 5, 64, 64).items()}
     options: dict[str, Any] = {"transposed": False, "bias": False, "lora": True, "compute": compute}
-    frozen = ("gate_up", "down") if compute.is_fp8 else ()
+    frozen = ("gate_up", "down") if compute.in_8_bits else ()
     leaves = {name: value for name, value in given.items() if "bias" not in name}
     trained = [value.requires_grad_() for name, value in leaves.items() if name not in frozen]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,6 +169,20 @@ def test_the_plan_counts_each_layout_to_the_byte(in_8_bits: str, layouts: int) -
         assert grown == exactly if exactly else layouts * weights < grown < 1.01 * layouts * weights
     times = [step_times(dims, setup, device_spec("h200")).step([Policy.KEEP] * 4) for setup in (plain, experts)]
     assert times[1] < times[0]
+
+
+@pytest.mark.parametrize("compute", ["fp8", "fp8_both"])
+def test_the_plan_counts_no_codes_of_shared_experts(compute: Any) -> None:
+    """Transformers computes these."""
+    model = adapted("glm4_moe", intermediate_size=96)
+    plain = resting_bytes(dims_of(model), setup_of(model, 8192))["weights"]
+    handle = attach(model, Plan.keep(), layers="fused", compute=compute)
+    loss_of(model)
+    linears = [getattr(linear.source, "coded", linear.source).weight for linear in handle.layers.linears()]
+    held = [each for weight in linears for each in (weight.codes, weight.across, weight.scales, weight.columns)]
+    setup = replace(setup_of(model, 8192), fp8_experts=False)
+    counted = resting_bytes(dims_of(model), setup)["weights"] - plain
+    assert counted == sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

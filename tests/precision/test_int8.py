@@ -17,8 +17,10 @@ from pronghorn.config.recipe import Recipe
 from pronghorn.errors import PronghornError
 from pronghorn.kernels.int8 import quantise_turned
 from pronghorn.loading.share import share_layers
-from pronghorn.memory.estimate import resting_bytes
+from pronghorn.memory.devices import device_spec
+from pronghorn.memory.estimate import TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.step_time import INT8, _layer_times, _rates
 from pronghorn.models.attach import attach
 from pronghorn.models.attach import attached as handle_of
 from pronghorn.models.auto_plan import dims_of, setup_of
@@ -29,9 +31,11 @@ from pronghorn.precision.source import Activation, DenseSource, LowRankGrad
 from pronghorn.ranges import PREFIX, PRODUCTS
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import loss_and_gradients, with_adapters
+from support.shapes import dims_of_shape
 from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
 
 COMPUTE: Any = "int8"
+INTEGERS = TrainSetup(8192, fp8=True, fp8_forward=False, int8=True)
 FAMILIES = ("llama", "gemma3_text", "qwen3_5_text", "phi3", "gemma4_text", "gemma4_unified_text")
 SIZES: dict[str, dict[str, int]] = {**SIZES_IN_8_BITS, "gemma4_unified_text": {"num_global_key_value_heads": 2}}
 BASES = [*((family, "bf16") for family in FAMILIES), ("llama", "nf4"), ("qwen3_5_text", "nf4"), ("llama", "fp16")]
@@ -80,6 +84,20 @@ def test_both_products_are_those_of_the_integers() -> None:
         x.new_zeros(7, 64),
     )
     assert source.input_grad(Activation(dy[:0]), None).shape == (0, 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("across", [False, True])
+def test_columns_and_weights_of_zeros_give_numbers(across: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(64, 64).to(dtype)
+    x[:, 7] = 1000.0
+    weight[:, 7] = weight[9] = 0
+    exact = x.double() @ (weight if across else weight.t()).double()
+    found = Int8Source(TurnedWeight.of([weight], across, dtype)).forward(Activation(x), None)
+    assert (found - exact).norm() / exact.norm() < 0.015
+    none = Int8Source(TurnedWeight.of([weight * 0], across, dtype)).forward(Activation(x), None)
+    assert torch.equal(none, x * 0)
 
 
 def test_a_profile_tells_its_products_from_what_else_a_layer_launches() -> None:
@@ -262,6 +280,16 @@ def test_a_reference_pass_is_not_built_again_in_each_step() -> None:
     assert found == [2, 2, 2]
 
 
+@pytest.mark.parametrize("compute", ["fp8", COMPUTE])
+def test_a_weight_that_is_trained_is_told(compute: str) -> None:
+    model = model_of()
+    model.get_base_model().model.layers[0].mlp.down_proj.base_layer.weight.requires_grad_(True)
+    handle = attached(model, compute=compute)
+    loss_and_gradients(model, packed_row(LENGTHS, ROW))
+    [told] = [path.path for path in handle.report if path.part == "products of frozen weights"]
+    assert told.endswith("; 1 of 12 in the model's dtype, whose weights are trained")
+
+
 def test_autocast_changes_no_code() -> None:
     """Weights are quantised in a forward, which trainers run under it."""
     weight, factors = torch.randn(64, 128).half(), torch.rand(128) + 0.5
@@ -307,7 +335,7 @@ def test_on_a_gpu(family: str, base: str) -> None:
     assert same(loss_and_gradients(model, batch), found[COMPUTE])
 
 
-@pytest.mark.parametrize(("family", "base"), BASES)
+@pytest.mark.parametrize(("family", "base"), [*BASES, ("glm4_moe", "nf4"), ("qwen3_5_moe_text", "nf4")])
 def test_the_plan_counts_a_byte_a_product(family: str, base: str) -> None:
     model, batch = model_of(family, base), packed_row(LENGTHS, ROW)
     dims, handle = dims_of(model), attach(model, Plan.keep(), layers="fused")
@@ -324,12 +352,42 @@ def test_the_plan_counts_a_byte_a_product(family: str, base: str) -> None:
     sources = [
         each for linear in handle.layers.linears() for each in (linear.source, getattr(linear.source, "plain", None))
     ]
-    held = sum(tensor.nbytes for tensor in integers(handle))
+    held = sum(tensor.nbytes for tensor in integers(handle))  # none of shared experts, which transformers computes
     held += sum(each.storage.nbytes for each in sources if isinstance(each, DenseSource))
     assert held == resting_bytes(dims, setup_of(model, ROW, None))["weights"] - plain
     [told] = [path.path for path in handle.report if path.part == "products of frozen weights"]
-    gates = {"qwen3_5_text": "; 2 of 14 in the model's dtype, whose weights are gates'"}.get(family, "")
-    assert told.endswith(f"values in the model's dtype, of weights written out once{gates}")
+    gates = {"qwen3_5_text": 14, "qwen3_5_moe_text": 8}.get(family)
+    more = f"; 2 of {gates} in the model's dtype, whose weights are gates'" if gates else ""
+    more += " (experts apart: their weights are in 4 bits)" if "moe" in family else ""
+    assert told.endswith(f"values in the model's dtype, of weights written out once{more}")
+
+
+def test_the_plan_times_products_turned_rows_and_what_is_written_out() -> None:
+    (layer, *_), h200 = dims_of_shape("Llama-3.1-8B").layers, device_spec("h200")
+    qkv, *others = layer.groups
+    rate, of_byte = _rates(INTEGERS, h200)
+    times, plain = (_layer_times(layer, each, h200) for each in (INTEGERS, replace(INTEGERS, fp8=False, int8=False)))
+    saved = [2 * 8192 * rate * (1 - INT8) * sum(each.weights for each in linears) for linears in (qkv, sum(others, ()))]
+    turned = [3 * 8192 * of_byte * sum(group[0].inputs for group in others)]
+    turned += [3 * 8192 * of_byte * sum(each.out for each in layer.linears)]
+    assert times.forward == pytest.approx(plain.forward - saved[1] + turned[0])
+    assert times.backward == pytest.approx(plain.backward - sum(saved) + turned[1])
+    assert times.gate_up == pytest.approx(INT8 * plain.gate_up)
+    # of 4 bits codes are written; of a packed checkpoint 16 bits are written and read twice, and then codes
+    for few, moved in (({"method": "qlora"}, 0.5 + 1), ({"linear_bytes": 1.0}, 1 + 5)):
+        found = _layer_times(layer, replace(INTEGERS, **few), h200)
+        for ours, kept in ((found.forward, times.forward), (found.backward, times.backward)):
+            assert ours - kept == pytest.approx(moved * layer.linear_weights * of_byte)
+        once = _layer_times(layer, replace(INTEGERS, **few, written_out="once"), h200)
+        assert (once.forward, once.backward) == pytest.approx((times.forward, times.backward))
+
+
+def test_integers_of_16_bits_are_kept_whatever_is_asked_of_codes_in_floats() -> None:
+    for setup in (INTEGERS, replace(INTEGERS, codes="written"), replace(INTEGERS, method="qlora")):
+        assert not setup.writes_codes
+    assert replace(INTEGERS, unshared="whole").in_fp8 == replace(INTEGERS, int8=False, codes="written")
+    packed = replace(INTEGERS, linear_bytes=1.0)  # whose codes in floats are kept
+    assert packed.in_fp8 == replace(packed, int8=False)
 
 
 @pytest.mark.parametrize(

@@ -142,11 +142,12 @@ def test_codes_follow_their_weights_and_another_compute_has_its_own() -> None:
     assert loss_and_gradients(model, BATCH)[0] == changed
 
 
-def test_sizes_without_whole_groups_stay_in_the_models_dtype_and_are_told() -> None:
-    model = model_of(moe_intermediate_size=24)
+@pytest.mark.parametrize(("width", "sizes"), [(24, "48 x 64"), (32, "64 x 32")])
+def test_sizes_without_whole_groups_stay_in_the_models_dtype_and_are_told(width: int, sizes: str) -> None:
+    model = model_of(moe_intermediate_size=width)
     handle = attached(model)
     loss_and_gradients(model, BATCH)
-    why = "their weights are 48 x 64, and integers of turned rows need multiples of 64"
+    why = f"their weights are {sizes}, and integers of turned rows need multiples of 64"
     assert told(handle, "products of frozen weights").endswith(f"(experts apart: {why})")
     assert told(handle, "experts") == "routed once, products by loop" and not handle.layers.lent_codes()
     assert handle.layers.fp8_experts(torch.bfloat16) == [] and not setup_of(model, 512).fp8_experts

@@ -21,12 +21,12 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.weight_layout import STEP
 from pronghorn.loading.load import load_model
 from pronghorn.memory.devices import device_spec
-from pronghorn.memory.estimate import GIB, MemoryModel, TrainSetup
+from pronghorn.memory.estimate import GIB, MemoryModel, TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
-from pronghorn.models.auto_plan import plan_for, setup_of
+from pronghorn.models.auto_plan import dims_of, plan_for, setup_of
 from pronghorn.parallel.sharded import IN_BUFFER
 from pronghorn.precision.fp8 import BackwardSource
 from pronghorn.precision.source import DenseSource, NF4Source, PackedSource, WrittenOutSource
@@ -43,7 +43,7 @@ NF4 = TrainSetup(8192, method="qlora", accumulates=False)
 
 def nf4_model(family: str = "llama", **adapters: Any) -> Any:
     """A tiny model whose down projections are wide enough to have room for A, in NF4."""
-    sizes = {"intermediate_size": 128, **SIZES_IN_8_BITS.get(family, {})}
+    sizes = {"intermediate_size": 128, **SIZES_IN_8_BITS.get(family.replace("moe_", ""), {})}
     return with_adapters(in_4_bits(tiny_model(family, **sizes).bfloat16()), **{"r": STEP, **adapters})
 
 
@@ -69,6 +69,7 @@ def test_no_bit_is_changed(family: str, compute: str) -> None:
         assert same(loss_and_gradients(model, batch), right)
     wanted = DenseSource if compute == "dtype" else BackwardSource
     assert {type(linear.source) for linear in linears(handle) if linear.in_fp8 or compute != "int8"} == {wanted}
+    assert {type(linear.source) for linear in linears(handle) if not linear.rule.in_8_bits} <= {DenseSource}
     if compute == "fp8":
         assert {type(linear.source.plain) for linear in linears(handle)} == {DenseSource}
     # down's A lies below its weight, as where that is written out each time
@@ -165,6 +166,21 @@ def test_a_plan_counts_their_memory_and_no_time_to_write_them() -> None:
         each, kept = (step_times(dims, way, h200).layers[0] for way in (setup, once))
         assert kept.forward < each.forward
         assert kept.backward < each.backward if not setup.fp8 else kept.backward == each.backward
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("compute", ["dtype", "fp8"])
+def test_a_plan_counts_none_of_shared_experts(family: str, compute: str) -> None:
+    """Transformers computes these, and bitsandbytes writes them out for each product."""
+    model, counted = nf4_model(family), {}
+    for way in ("each", "once"):
+        handle = attach(model, Plan.keep(), layers="fused", compute=compute, experimental={"written_out": way})
+        loss_and_gradients(model, packed_row(LENGTHS, ROW))
+        counted[way] = resting_bytes(dims_of(model), setup_of(model, ROW))["weights"]
+    bases = [base for linear in linears(handle) for base in linear.bases]
+    assert {type(getattr(linear.source, "plain", linear.source)) for linear in linears(handle)} == {DenseSource}
+    kept = 2 * sum(base.in_features * base.out_features for base in bases)
+    assert counted["once"] - counted["each"] == kept
 
 
 def test_auto_keeps_them_where_everything_else_is_kept_and_memory_is_left() -> None:

@@ -78,14 +78,14 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     run.with_other_weights()
     ours, again = run.ours(), run.ours("again")
     own_loss = run.own_loss()
-    by_token = run.routed and not subject.compute.is_fp8
+    by_token = run.routed and not subject.compute.in_8_bits
     watching: AbstractContextManager[list[TokenError]] = nullcontext([])
     if by_token:
         watching = compared_outputs(run.model, wide)
     with watching as of_experts:
         packed = run.packed_logits()
     alone = run.alone_logits()
-    of_products = [products(run.product_distances(), in_8_bits, of_forward)] if subject.compute.is_fp8 else []
+    of_products = [products(run.product_distances(), in_8_bits, of_forward)] if subject.compute.in_8_bits else []
     sight = isolation(run.isolation()) if run.is_generic else visibility(run.visibility(packed=True), plain_visibility)
     shift = run.shift() if before is None or not loss(Name.LOSS, own_loss, *before.loss).ok else None
     paths = run.paths()

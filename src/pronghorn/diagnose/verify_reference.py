@@ -159,7 +159,7 @@ class Run:
 
     def _of_layers(self, model: Any, listed: Callable[[FusedLayers, torch.dtype], list[Any]]) -> list[Any]:
         base, subject = base_causal_lm(model), self.subject
-        if not subject.compute.is_fp8:
+        if not subject.compute.in_8_bits:
             return []
         layers = FusedLayers(base.base_model, family_of(base.config), "auto", subject.compute)
         return listed(layers, subject.autocast or base.get_input_embeddings().weight.dtype)

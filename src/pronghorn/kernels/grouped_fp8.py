@@ -167,8 +167,8 @@ def _multiply_codes(
                 total = tl.dot(left, right, total, input_precision="ieee")
         scales = tl.load(x_scales_ptr + source)[:, None] * tl.load(w_scales_ptr + of_w)[None, :]
         y = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
-        found = (total.to(tl.float32) * scales).to(y_ptr.dtype.element_ty)
-        tl.store(y, found, mask=(rows < end)[:, None] & (cols < N)[None, :])
+        inside = (rows < end)[:, None] & (cols < N)[None, :]
+        tl.store(y, (total.to(tl.float32) * scales).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def multiply_codes_triton(

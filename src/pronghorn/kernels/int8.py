@@ -64,7 +64,8 @@ SETTINGS = (
     Setting(20480, 32, 1, 2, 16, passes=2),
     Setting(math.inf, 64, 1, 4, 64, passes=2),
 )
-"""On Hopper the fastest that were tried on an H200, up to 22 of each width (`benchmarks.ops` has turned rows)."""
+"""On Hopper the fastest that were tried; rows of 12,288 columns and more:
+benchmarks/results/reports/integers-on-an-h200.txt."""
 ELSEWHERE = Setting(math.inf, 32, 1, 4, 16, passes=2)
 """Fits the shared memory of every card, and no rows of tensor memory, in whose layouts Triton can't find the largest
 element (sm_100). Not measured."""
@@ -100,10 +101,9 @@ def _turn(x_ptr, factors_ptr, columns, K, h):
 
 
 @triton.jit
-def _store(codes_ptr, columns, K, z, inverse):
-    """Store z / s as the nearest whole numbers in 8 bits: the last of float32's where 1.5 · 2^23 is added to them."""
-    codes = (z * inverse + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    tl.store(codes_ptr + columns, codes, mask=columns < K)
+def nearest(x):
+    """Return the integers in 8 bits that are nearest to x in float32: its last bits where 1.5 · 2^23 is added to it."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -146,11 +146,11 @@ def _turned(
         inverse = tl.reshape(inverse, (ROWS * GROUPS,))[:, None]
         if PARTS > 0:
             for part in tl.static_range(PARTS):
-                _store(codes + part * SIZE, columns, K - part * SIZE, kept[part], inverse)
+                tl.store(codes + part * SIZE + columns, nearest(kept[part] * inverse), mask=columns < K - part * SIZE)
         else:
             for start in range(0, K, SIZE):  # x is in the cache
                 z = _turn(x + start, factors_ptr + start, columns, K - start, h)
-                _store(codes + start, columns, K - start, z, inverse)
+                tl.store(codes + start + columns, nearest(z * inverse), mask=columns < K - start)
 
 
 @cache

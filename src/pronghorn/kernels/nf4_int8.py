@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.int8 import GROUP, hadamard
+from pronghorn.kernels.int8 import GROUP, hadamard, nearest
 from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.nf4 import NF4Weight, _absmax, _tensors, write_out_reference
 
 ALONG, ACROSS = (32, 2, 4), (64, 2, 4)
-"""Rows and groups of 64 columns of a program's tile, and its warps, for W and for Wᵀ, which has 64 rows."""
+"""Rows and groups of 64 columns of W that a program reads, and its warps: for the codes of W, and of Wᵀ, whose groups
+are 64 rows of W."""
 
 
 def fits(weight: NF4Weight) -> bool:
@@ -82,7 +83,7 @@ def _write_turned(
         by_col = tl.load(factors_ptr + col, mask=col < K, other=0.0)
         wide = tl.reshape((values * by_col[None, :]).to(h.dtype), (ROWS * GROUPS, GROUP))
         z = tl.reshape(tl.dot(wide, h, input_precision="ieee"), (ROWS, COLS)) * by_row[:, None]
-    codes = (z + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the nearest whole numbers, as in `int8`
+    codes = nearest(z)
     if ACROSS:
         to = out_ptr + col.to(tl.int64)[:, None] * out_stride + row[None, :]
         tl.store(to, tl.trans(codes), mask=(col < K)[:, None] & (row < N)[None, :])

@@ -221,7 +221,7 @@ class LayerBuilder:
 
     def _codes(self, layer: Any, block: ResidualBlock, dtype: torch.dtype) -> LentCodes | None:
         """Return the codes of a block's experts, made anew where these changed; None where they are in `dtype`."""
-        if not isinstance(block.kind, Experts) or not self.compute.is_fp8:
+        if not isinstance(block.kind, Experts) or not self.compute.in_8_bits:
             return None
         outer = layer.get_submodule(block.path(block.kind.experts))
         storage = next(each for each in self.experts(layer) if each.outer is outer)

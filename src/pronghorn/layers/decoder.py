@@ -29,7 +29,7 @@ from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, computed_here, is_foreign
 from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
-from pronghorn.layers.fused_linear import FusedLinear, check_fp8, fits_fp8
+from pronghorn.layers.fused_linear import FusedLinear, check_8_bits, fits_8_bits
 from pronghorn.layers.linears import base_of, products_dtype
 from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
@@ -148,7 +148,7 @@ class FusedLayers:
             UnsupportedError: the device has none, or none in the model's dtype, or a weight's sizes don't fit.
         """
         compute = self.builder.compute
-        if not compute.is_fp8:
+        if not compute.in_8_bits:
             return
         dtype = self.backbone.get_input_embeddings().weight.dtype
         check_device(compute, self.backbone.device)
@@ -156,7 +156,7 @@ class FusedLayers:
             raise UnsupportedError(f"compute = '{compute}' for a model in float32", "load it in bfloat16 (dtype)")
         if dtype is torch.float16 and compute is not Compute.INT8:
             check_float16(self.backbone.device)
-        check_fp8([each for layer in self.backbone.layers for each in self.builder.storages(layer, dtype)], compute)
+        check_8_bits([each for layer in self.backbone.layers for each in self.builder.storages(layer, dtype)], compute)
 
     def linears(self) -> list[FusedLinear]:
         """List the products of weights in the layers as they were built for the last forward."""
@@ -193,18 +193,18 @@ class FusedLayers:
     def fp8_experts(self, dtype: torch.dtype) -> list[nn.Module]:
         """List the experts that a packed forward in `dtype` multiplies in 8 bits, if asked for, built or not."""
         compute = self.builder.compute
-        storages = [each for layer in self.backbone.layers for each in self.builder.experts(layer) if compute.is_fp8]
+        storages = [each for layer in self.backbone.layers for each in self.builder.experts(layer) if compute.in_8_bits]
         return [each.module for each in storages if each.reason(dtype, compute) is None]
 
     def fp8_products(self, dtype: torch.dtype) -> list[tuple[list[nn.Module], Rule]]:
         """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not, with
         the product's rule."""
-        asked = self.backbone.layers if self.builder.compute.is_fp8 else ()
+        asked = self.backbone.layers if self.builder.compute.in_8_bits else ()
         return [
             ([base_of(linear) for linear in storage.linears], rule)
             for layer in asked
             for storage, rule in self.builder.storages(layer, dtype)
-            if fits_fp8(storage, dtype, rule) and not base_of(storage.linears[0]).weight.requires_grad
+            if fits_8_bits(storage, dtype, rule) and not base_of(storage.linears[0]).weight.requires_grad
         ]
 
     def reason(self, autocast: torch.dtype | None) -> str | None:
@@ -301,7 +301,7 @@ class FusedLayers:
             targets += [target for linear in linears for target, _ in linear.copies]
             sources += [source for linear in linears for _, source in linear.copies]
         copies = CastCopies(targets, sources, by_table=not for_capture)
-        watch = Watch(layers, self.builder.compute.is_fp8)
+        watch = Watch(layers, self.builder.compute.in_8_bits)
         return _Build(dtype, runs, copies, layers, watch, self._count, narrow_reader(narrow))
 
 

@@ -80,7 +80,7 @@ class FusedLinear:
                 self.ranks[index] = len(adapter.a)
         self.full: bool = first.weight.requires_grad
         self.rule = rule
-        self.in_fp8: bool = not self.full and fits_fp8(storage, dtype, rule)
+        self.in_fp8: bool = not self.full and fits_8_bits(storage, dtype, rule)
         self.read_narrow: list[Tensor] = []
         """Trained weights that other processes share, and whose 16 bits are gathered."""
         # rows of A that lie below W, so that dx is one product: [dy, s · dy B] [W; A]
@@ -237,12 +237,12 @@ class FusedLinear:
         return grads + [grad for pair in zip(das, dbs, strict=True) for grad in pair]
 
 
-def fits_fp8(storage: GroupStorage, dtype: torch.dtype, rule: Rule) -> bool:
+def fits_8_bits(storage: GroupStorage, dtype: torch.dtype, rule: Rule) -> bool:
     """Tell whether a group's weights are to multiply in 8 bits and can, beside activations in 16."""
-    return rule.in_8_bits and dtype is not torch.float32 and unfit_for_fp8(storage, rule) is None
+    return rule.in_8_bits and dtype is not torch.float32 and unfit_for_8_bits(storage, rule) is None
 
 
-def unfit_for_fp8(storage: GroupStorage, rule: Rule) -> str | None:
+def unfit_for_8_bits(storage: GroupStorage, rule: Rule) -> str | None:
     """Say which of a group's weights can't multiply in 8 bits, or None if all can, or needn't.
 
     Sizes are the products', and 4-bit blocks that codes are written out of end with the rows.
@@ -268,28 +268,28 @@ def unfit_for_fp8(storage: GroupStorage, rule: Rule) -> str | None:
     return f"weights of {sizes}: sizes must be multiples of {MULTIPLE}{rows}"
 
 
-def check_fp8(storages: Sequence[tuple[GroupStorage, Rule]], compute: Compute) -> None:
+def check_8_bits(storages: Sequence[tuple[GroupStorage, Rule]], compute: Compute) -> None:
     """Refuse a compute that some of a model's weights can't have.
 
     Raises:
         UnsupportedError: a weight's sizes don't fit, or processes share weights that another compute needs so.
     """
     for storage, rule in storages:
-        if (reason := unfit_for_fp8(storage, rule)) is not None:
-            fits = all(unfit_for_fp8(each, Compute.FP8.rule) is None for each, _ in storages)
+        if (reason := unfit_for_8_bits(storage, rule)) is not None:
+            fits = all(unfit_for_8_bits(each, Compute.FP8.rule) is None for each, _ in storages)
             fits &= has_products(Compute.FP8, base_of(storage.linears[0]).weight.device)
             other = "use compute = 'fp8', or " * (compute is Compute.INT8 and fits)
             raise UnsupportedError(
                 f"compute = '{compute}' for {reason}", f"{other}leave compute out (products in the model's dtype)"
             )
-        if not is_ready_for_fp8(storage, rule):
+        if not is_ready_for_8_bits(storage, rule):
             raise UnsupportedError(
                 f"compute = '{compute}', and processes share the layers' weights as another compute needs them",
                 "give share_layers the same compute",
             )
 
 
-def is_ready_for_fp8(storage: GroupStorage, rule: Rule) -> bool:
+def is_ready_for_8_bits(storage: GroupStorage, rule: Rule) -> bool:
     """Tell whether a group's weights can be quantised now, or were made ready for a compute before processes shared
     them (`models.share`): after that they may be another layer's."""
     if not storage.is_shared() or not rule.in_8_bits:

@@ -132,7 +132,7 @@ class GroupStorage:
         )
 
     def integers(self, across: bool, dtype: torch.dtype, kept: bool) -> TurnedWeight:
-        """Return the weights in 8-bit integers, of W or, if `across`, of Wᵀ; quantised again where `codes` are.
+        """Return the weights in 8-bit integers, of W or, if `across`, of Wᵀ; quantised again when `codes` are.
 
         Args:
             dtype: of the rows that they are multiplied by.

@@ -140,7 +140,7 @@ def _groups(
     for block in family.blocks(layer):
         groups = [[base_of(layer.get_submodule(block.path(p))) for p in group] for group in block.kind.linears]
         merged += groups
-        if compute.is_fp8:
+        if compute.in_8_bits:
             for linear in (linear for group in groups for linear in group if id(linear.weight) not in elsewhere):
                 _prepare_codes(linear, device, compute)
     return weight_groups(layer, merged, elsewhere, trained)

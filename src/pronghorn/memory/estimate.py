@@ -65,16 +65,18 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         weights -= int(sum(layer.expert_weights for layer in dims.layers) * (b - setup.expert_bytes))
     if setup.linear_bytes is not None:
         weights -= int(linear * (b - setup.linear_bytes))
+    here = [pair for layer in dims.layers for pair in _groups(layer)]
     if setup.written_once and setup.in_few_bits:
-        weights += b * (sum(wide_weights(layer, forward=True) for layer in dims.layers) if setup.int8 else linear)
-    if setup.fp8:  # codes in a layout a product, unless they are written out, and scales of rows
-        rows = sum(linear.out for layer in dims.layers for linear in layer.linears)
+        weights += b * sum(
+            _weights(group) for block, group in here if not (setup.int8 and in_integers(block, group)[0])
+        )
+    if setup.int8:
+        weights += sum(_integers(*pair, setup.in_few_bits and not setup.written_once) for pair in here)
+    elif setup.fp8:  # codes in a layout a product, unless they are written out, and scales of rows
+        rows = sum(linear.out for _, group in here for linear in group)
         layouts = 2 if setup.fp8_forward and not setup.own_codes else 1
         layouts -= setup.processes > 1  # shared ones are turned for each product
-        if setup.int8:
-            weights += sum(_integers(layer, setup.in_few_bits and not setup.written_once) for layer in dims.layers)
-        else:
-            weights += 10 * rows if setup.writes_codes else layouts * linear + 6 * rows
+        weights += 10 * rows if setup.writes_codes else layouts * sum(_weights(group) for _, group in here) + 6 * rows
     if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives
         both = setup.expert_forward_in_8_bits
         for layer in dims.layers:
@@ -86,7 +88,7 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():
-        for group in (group for block in layer.blocks if not isinstance(block, ExpertsSpec) for group in block.groups):
+        for _, group in _groups(layer):
             widths = group[0].inputs + sum(linear.out for linear in group)
             copies += count * b * widths * sum(setup.rank(linear.path) for linear in group)
     copies = int(copies * min(setup.trained_share, 1.0))
@@ -122,25 +124,22 @@ def in_integers(block: BlockSpec, group: tuple[Linear, ...]) -> tuple[bool, bool
     return False, group == block.groups[0]
 
 
-def wide_weights(layer: LayerSpec, forward: bool) -> int:
-    """Count the weights whose forward, or else input gradient, isn't in the 8-bit integers that were asked for."""
-    groups = [(block, group) for block in layer.blocks for group in block.groups]
-    wide = [group for block, group in groups if not in_integers(block, group)[0 if forward else 1]]
-    return sum(linear.weights for group in wide for linear in group)
+def _groups(layer: LayerSpec) -> list[tuple[BlockSpec, tuple[Linear, ...]]]:
+    """List linears that share an input, with their block, but for shared experts', which transformers computes."""
+    return [(block, group) for block in layer.blocks if not isinstance(block, ExpertsSpec) for group in block.groups]
 
 
-def _integers(layer: LayerSpec, written: bool) -> int:
-    """Count what products of a layer's linears in 8-bit integers hold: codes in a layout a product, unless these are
+def _weights(group: tuple[Linear, ...]) -> int:
+    return sum(linear.weights for linear in group)
+
+
+def _integers(block: BlockSpec, group: tuple[Linear, ...], written: bool) -> int:
+    """Count the bytes that a group's products in 8-bit integers hold: codes in a layout a product, unless these are
     written out, scales of rows and factors of columns."""
-    count = 0
-    for block in layer.blocks:
-        for group in block.groups:
-            out, inputs = sum(each.out for each in group), group[0].inputs
-            # with both inverses beside scales and factors where codes are written
-            codes = 4 * (out + inputs) if written else sum(each.weights for each in group)
-            forward, backward = in_integers(block, group)
-            count += forward * (codes + 4 * out + 2 * inputs) + backward * (codes + 4 * inputs + 2 * out)
-    return count
+    out, inputs = sum(each.out for each in group), group[0].inputs
+    codes = 4 * (out + inputs) if written else _weights(group)  # or both inverses, beside scales and factors
+    forward, backward = in_integers(block, group)
+    return forward * (codes + 4 * out + 2 * inputs) + backward * (codes + 4 * inputs + 2 * out)
 
 
 @dataclass(frozen=True)

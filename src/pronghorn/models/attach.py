@@ -265,7 +265,7 @@ def attach(
         policies_of(plan, family, decoder_layers(base), fused and not has_experts(base.config))  # changes nothing yet
     # refused before an earlier attachment is taken off
     checked = None
-    if options.compute.is_fp8:
+    if options.compute.in_8_bits:
         if not fused:
             remedy = "leave compute (in a recipe precision.compute) out: it is for layers that are fused, on CUDA"
             raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", remedy)

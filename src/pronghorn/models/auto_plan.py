@@ -178,8 +178,8 @@ def setup_of(
     # before `attach` a model on CUDA is counted as it will be
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
     fused = fuses and unfused_reason(base, autocast) is None
-    fp8 = fused and handle is not None and handle.options.compute.is_fp8
-    layers = handle.layers if fuses and handle is not None and handle.options.compute.is_fp8 else None
+    fp8 = fused and handle is not None and handle.options.compute.in_8_bits
+    layers = handle.layers if fuses and handle is not None and handle.options.compute.in_8_bits else None
     fp8_experts = False
     if layers is not None and has_experts(base.config):
         fp8_experts = layers.experts_reason(autocast or embeddings.dtype) is None

@@ -71,7 +71,7 @@ class ExpertLayers:
             way, why = "triton", "weights in 4 bits are written out, a few experts at a time"
         products = f"products by {way}"
         adapted = list(wrappers(self.model))
-        if compute.is_fp8 and self._fold_reason(adapted) is None:
+        if compute.in_8_bits and self._fold_reason(adapted) is None:
             way, why_fp8 = choose_fp8(weights(module)[0].device, _sizes(module))
             in_fp8 = f"products in {'8-bit integers' if compute is Compute.INT8 else 'FP8'} by {way}"
             if compute.forward_in_8_bits:

@@ -100,7 +100,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     experts = () if handle.experts is None else handle.experts.paths(_dtype(model, autocast), of_experts)
     sinks = family_of(model.config).load_attention == "eager"
     unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
-    if handle.options.compute.is_fp8:
+    if handle.options.compute.in_8_bits:
         unpacked = f"{unpacked}, products in the model's dtype"
     loss_reason = "the batch knows its supervised positions"
     if decisions.loss is LossPath.OWN_FUNCTION:
@@ -185,7 +185,7 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     compute, layers = handle.options.compute, handle.layers
     packed = [p for p in handle.model.base_model.parameters() if isinstance(p, PackedTensor) and p.ndim == 2]
     kinds = ", ".join(sorted({type(weight).__name__.removesuffix("Tensor") for weight in packed}))
-    if not compute.is_fp8 or layers is None:
+    if not compute.in_8_bits or layers is None:
         if layers is not None and layers.builder.written_once:
             asked = handle.options.experimental.written_out == "once"
             why = "asked for" if asked else "the plan has memory for them"
@@ -224,7 +224,7 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
 
 def _experts_in_fp8(handle: Handle, autocast: torch.dtype | None) -> str | None:
     """Say why experts don't multiply in 8 bits: "" if they do, None where 8 bits weren't asked for."""
-    if not handle.options.compute.is_fp8 or handle.layers is None:
+    if not handle.options.compute.in_8_bits or handle.layers is None:
         return None
     return handle.layers.experts_reason(_dtype(handle.model, autocast)) or ""
 

@@ -187,32 +187,33 @@ def compared_products(linear: FusedLinear, name: str, fast: bool) -> list[Distan
     Plain is these sums rounded to the products' dtype, and of so many bits as tensor cores' own have where they are
     `fast`.
     """
-    pairs = quantised_weights(linear.bases)
-    codes, scales = torch.cat([each for each, _ in pairs]).float(), torch.cat([each for _, each in pairs])
     generator = torch.Generator().manual_seed(0)
-    x, dy = (random_rows(size, generator).to(scales.device, linear.dtype) for size in reversed(codes.shape))
+    sizes = linear.bases[0].in_features, sum(linear.widths)
+    x, dy = (random_rows(size, generator).to(linear.bases[0].weight.device, linear.dtype) for size in sizes)
     compared = []
-    for what, numbers in zip(("forward", "input gradient"), linear.rule, strict=True):
+    for what, numbers, given in (("forward", linear.rule.forward, x), ("input gradient", linear.rule.backward, dy)):
         if numbers is Numbers.DTYPE:
             continue
-        forward = what == "forward"
-        ours = linear.source.forward(Activation(x), None) if forward else linear.source.input_grad(Activation(dy), None)
-        if numbers is Numbers.INT8:
-            whole = whole_weight([base.weight for base in linear.bases])
-            left, right, factors = turned_operands(*((x, whole) if forward else (dy, whole.t().contiguous())))
-            right = right.t()
-        elif forward:
-            (left, of_rows), right = quantise_rows_reference(x), codes.t()
-            factors = of_rows * scales
-        else:
-            (left, factors), right = quantise_rows_reference(dy, scales), codes
-        # whole numbers of 8 bits, or numbers of 4 bits: right in TF32, too, but for sums, which are in float64 of those
-        wide = torch.float64 if numbers is Numbers.INT8 else torch.float32
-        exact = (left.to(wide) @ right.to(wide)) * factors
-        rounded = fast and numbers is Numbers.E4M3
-        plain = (fast_sums(left.float(), right) * factors if rounded else exact).to(linear.dtype)
-        compared.append(distance(f"{name} ({what})", ours, plain, exact))
+        forward, rows = given is x, Activation(given)
+        ours = linear.source.forward(rows, None) if forward else linear.source.input_grad(rows, None)
+        left, right, factors = _operands(linear.bases, given, forward, numbers)
+        exact = (left @ right) * factors
+        rounded = fast_sums(left, right) * factors if fast and numbers is Numbers.E4M3 else exact
+        compared.append(distance(f"{name} ({what})", ours, rounded.to(linear.dtype), exact))
     return compared
+
+
+def _operands(bases: Sequence[Any], given: Tensor, forward: bool, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes of rows and of W, transposed as they are multiplied, and what the product is multiplied by."""
+    if numbers is Numbers.INT8:
+        whole = whole_weight([base.weight for base in bases])
+        left, right, factors = turned_operands(given, whole if forward else whole.t().contiguous())
+        return left.double(), right.double().t(), factors  # sums of integers go beyond float32's
+    pairs = quantised_weights(bases)
+    codes, scales = torch.cat([each for each, _ in pairs]).float(), torch.cat([each for _, each in pairs])
+    rows, factors = quantise_rows_reference(given, None if forward else scales)
+    left = rows.float()  # numbers of 4 bits: right in TF32, too
+    return (left, codes.t(), factors * scales) if forward else (left, codes, factors)
 
 
 def random_rows(size: int, generator: torch.Generator, rows: int = ROWS) -> Tensor:

@@ -59,7 +59,7 @@ class Compute(StrEnum):
         return cls(name)
 
     @property
-    def is_fp8(self) -> bool:
+    def in_8_bits(self) -> bool:
         """Whether products are in 8 bits, of the backward pass at least."""
         return self is not Compute.DTYPE
 
@@ -69,7 +69,7 @@ class Compute(StrEnum):
         if self is Compute.INT8:
             return Rule(Numbers.INT8, Numbers.INT8)
         forward = Numbers.E4M3 if self.forward_in_fp8 else Numbers.DTYPE
-        return Rule(forward, Numbers.E4M3 if self.is_fp8 else Numbers.DTYPE)
+        return Rule(forward, Numbers.E4M3 if self.in_8_bits else Numbers.DTYPE)
 
     @property
     def forward_in_fp8(self) -> bool:
@@ -84,7 +84,7 @@ class Compute(StrEnum):
 
 def has_products(compute: Compute, device: torch.device) -> bool:
     """Tell whether a device has the products of a compute; the CPU has all, emulated in float32."""
-    if not compute.is_fp8 or device.type != "cuda":
+    if not compute.in_8_bits or device.type != "cuda":
         return True
     return torch.cuda.get_device_capability(device) >= (INTEGERS if compute is Compute.INT8 else CAPABILITY)
 
