@@ -214,7 +214,7 @@ def test_too_many_open_files_are_no_traceback(recipe: Path, fake_run: Any, error
     assert "remedy: raise the shell's limit (ulimit -n 1024)" in result.stderr and "fix the path" not in result.stderr
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "a defect"), ImportError("a defect")])
+@pytest.mark.parametrize("error", [OSError(errno.EINVAL, "a defect"), ImportError("a defect")])
 def test_other_errors_of_the_system_keep_their_traceback(recipe: Path, fake_run: Any, error: Exception) -> None:
     def fail(*_: Any) -> None:
         raise error
