@@ -17,7 +17,7 @@ from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.precision.fp8 import BackwardSource, as_codes
-from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
+from support.documents import LENGTHS, ROW, check_by_documents
 from support.fused import loss_and_gradients, with_adapters
 from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
 
@@ -87,12 +87,7 @@ def test_gradients_are_those_of_the_same_operands(family: str, base: str) -> Non
         assert compared.name == "product (input gradient)" and compared.excess <= 1
     handle.detach()
     with quantised_products(products):
-        _, right = one_document_at_a_time(model, batch)
-        right.backward()
-    assert loss == pytest.approx(right.item(), rel=0.01)
-    for name, gradient in gradients(model).items():
-        cosine = torch.nn.functional.cosine_similarity(found[name].double().flatten(), gradient.double().flatten(), 0)
-        assert cosine > 0.995, (name, cosine)
+        check_by_documents(model, batch, loss, found, cosine=0.995)
 
 
 def test_a_wrong_scale_would_show() -> None:

@@ -29,7 +29,7 @@ from pronghorn.precision.compute import Compute, Numbers, check_device
 from pronghorn.precision.int8 import Int8Source, TurnedWeight, WrittenInt8Source
 from pronghorn.precision.source import Activation, DenseSource, LowRankGrad
 from pronghorn.ranges import PREFIX, PRODUCTS
-from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
+from support.documents import LENGTHS, ROW, check_by_documents, gradients
 from support.fused import loss_and_gradients, with_adapters
 from support.shapes import dims_of_shape
 from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
@@ -127,12 +127,7 @@ def test_gradients_are_those_of_the_same_operands(family: str, base: str) -> Non
         assert all(each.excess <= 1 for each in compared)
     handle.detach()
     with quantised_products(products):
-        _, right = one_document_at_a_time(model, batch)
-        right.backward()
-    assert loss == pytest.approx(right.item(), rel=0.01)
-    for name, gradient in gradients(model).items():
-        cosine = torch.nn.functional.cosine_similarity(found[name].double().flatten(), gradient.double().flatten(), 0)
-        assert cosine > 0.99, (name, cosine)
+        check_by_documents(model, batch, loss, found, cosine=0.99)
 
 
 @pytest.mark.parametrize("block", [64, 32])

@@ -23,7 +23,7 @@ from pronghorn.parity.quantised import quantised_products
 from pronghorn.parity.quantised_experts import compared_experts, quantised_experts
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.int8 import column_factors
-from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
+from support.documents import LENGTHS, ROW, check_by_documents
 from support.fused import loss_and_gradients, with_adapters
 from support.tiny import packed_row, tiny_model
 
@@ -86,12 +86,7 @@ def test_gradients_are_those_of_the_same_operands(family: str, adapted: bool, na
     products = layers.fp8_products(torch.bfloat16)
     handle.detach()
     with quantised_products(products), quantised_experts([codes.module for codes in lent], Compute.INT8.rule):
-        _, right = one_document_at_a_time(model, BATCH)
-        right.backward()
-    assert loss == pytest.approx(right.item(), rel=0.01)
-    for name, gradient in gradients(model).items():
-        cosine = torch.nn.functional.cosine_similarity(found[name].double().flatten(), gradient.double().flatten(), 0)
-        assert cosine > 0.99, (name, cosine)
+        check_by_documents(model, BATCH, loss, found, cosine=0.99)
 
 
 def test_they_are_nearer_to_16_bits_than_e4m3() -> None:

@@ -82,6 +82,19 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return found  # type: ignore[return-value]
 
 
+def check_by_documents(
+    model: Any, batch: dict[str, Any], loss: float, found: dict[str, torch.Tensor], cosine: float
+) -> None:
+    """Assert that a packed row's loss is that of its documents one at a time, and that no gradient has less than a
+    cosine to theirs."""
+    _, right = one_document_at_a_time(model, batch)
+    right.backward()
+    assert loss == pytest.approx(right.item(), rel=0.01)
+    for name, gradient in gradients(model).items():
+        pair = found[name].double().flatten(), gradient.double().flatten()
+        assert torch.nn.functional.cosine_similarity(*pair, 0) > cosine, name
+
+
 def compare(model: Any, batch: dict[str, Any], device: str, dtype: torch.dtype, **options: Any) -> None:
     """Run the three paths and compare them; `model` is float32 on the CPU and stays untouched."""
     errors = ThreeWay()
