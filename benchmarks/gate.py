@@ -79,7 +79,7 @@ TOLERANCES["fp8_exact"] = TOLERANCES["fp8_both"]
 TOLERANCES["fp8"] = replace(
     TOLERANCES["fp8_both"], loss=TOLERANCES["bfloat16"].loss, document_loss=TOLERANCES["bfloat16"].document_loss
 )
-# Integers of turned rows: a product is a third as far off as in e4m3.
+# Integers of rotated rows: a product is a third as far off as in e4m3.
 TOLERANCES["int8"] = Tolerance(
     loss=Rule(0.0, 4e-3),
     document_loss=Rule(0.0, 1e-2),

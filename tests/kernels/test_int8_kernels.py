@@ -49,13 +49,13 @@ def test_compiled_for_every_card_with_8_bits(capability: int, kilobytes: int) ->
             parts = int(setting.columns) // int8.GROUP // setting.groups if setting.passes == 1 else 0
             constants = {"PARTS": parts, "GROUPS": setting.groups, "ROWS": setting.rows, "GROUP": int8.GROUP}
             types = {"factors_ptr": factors, "codes_ptr": "*i8"}
-            made = compiled(int8._turned, constants, setting.warps, capability, **types)
+            made = compiled(int8._rotated, constants, setting.warps, capability, **types)
             assert made.metadata.shared <= kilobytes * 1024, setting
     numbers = dict.fromkeys(("table_ptr", "levels_ptr", "outer_ptr", "offset_ptr", "factors_ptr"), "*fp32")
     types = {**numbers, "packed_ptr": "*u8", "absmax_ptr": "*u8", "h_ptr": "*bf16", "out_ptr": "*i8"}
     for across, (rows, groups, warps) in ((False, nf4_int8.ALONG), (True, nf4_int8.ACROSS)):
         constants = {"ROWS": rows, "GROUPS": groups, "GROUP": int8.GROUP, "BLOCK": 64, "OUTER": 256, "ACROSS": across}
-        made = compiled(nf4_int8._write_turned, constants, warps, capability, **types)
+        made = compiled(nf4_int8._write_rotated, constants, warps, capability, **types)
         assert made.metadata.shared <= kilobytes * 1024
 
 
@@ -67,17 +67,17 @@ def test_a_channel_scaled_up_and_its_column_down_by_powers_of_two_changes_no_cod
     for by in (torch.ones(128), shift):
         w = (weight.float() / by).bfloat16()
         factors = torch.linalg.vector_norm(w.float(), dim=0)
-        found.append(int8.quantise_turned((x.float() * by).bfloat16(), factors).codes)
+        found.append(int8.quantise_rotated((x.float() * by).bfloat16(), factors).codes)
     assert torch.equal(*found)
 
 
-def test_turning_both_operands_leaves_the_product_and_spreads_an_outlier() -> None:
+def test_rotating_both_operands_leaves_the_product_and_spreads_an_outlier() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(3, 128), torch.randn(64, 128)
     h = int8.hadamard(x.device)
     assert torch.equal(h @ h, torch.eye(64))
-    turned = [(each.reshape(-1, 2, 64) @ h).reshape(each.shape) for each in (x, weight)]
-    torch.testing.assert_close(turned[0] @ turned[1].t(), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    rotated = [(each.reshape(-1, 2, 64) @ h).reshape(each.shape) for each in (x, weight)]
+    torch.testing.assert_close(rotated[0] @ rotated[1].t(), x @ weight.t(), rtol=1e-4, atol=1e-4)
     alone = torch.zeros(1, 64)
     alone[0, 7] = 8.0
     assert torch.equal((alone @ h).abs(), torch.ones(1, 64))

@@ -112,9 +112,9 @@ def allocates_like_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (explicit, "backward", attend_grad),
         (fp8, "quantise_rows", lambda x, *_: RowCodes.like(x)),
         (fp8, "scaled_product", multiply),
-        (int8, "quantise_turned", lambda x, *_: RowCodes.like(x)),
+        (int8, "quantise_rotated", lambda x, *_: RowCodes.like(x)),
         (int8, "int8_product", lambda a, a_scales, b, b_scales, dtype: multiply(a, a_scales, b, b_scales, dtype, True)),
-        (int8, "write_turned", lambda weight, factors, scales, out, *_: out.zero_()),
+        (int8, "write_rotated", lambda weight, factors, scales, out, *_: out.zero_()),
         (fp8_blocks, "write_out", lambda codes, scales, out, *_: out.zero_()),
         (fp8, "write_codes", lambda weight, inverse, out, across: out.view(torch.uint8).zero_()),
     ):

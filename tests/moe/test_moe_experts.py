@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.grouped_gemm import choose
-from pronghorn.kernels.int8 import quantise_turned_reference
+from pronghorn.kernels.int8 import quantise_rotated_reference
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.quantise import quantise_rows_reference
 from pronghorn.layers.expert_codes import coded
@@ -89,7 +89,7 @@ def token_by_token(index: Tensor, gate: Gate, given: dict[str, Tensor], bias: bo
 
 class Rounded(torch.autograd.Function):
     """x W of operands in 8 bits, with a scale a row of x and a column of W; back, a scale a row of dy and of W. In
-    integers, where there are factors of both, rows are turned, which leaves products as they are."""
+    integers, where there are factors of both, rows are rotated, which leaves products as they are."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, factors: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -107,7 +107,7 @@ def multiplied(x: Tensor, weight: Tensor, factors: Tensor | None) -> Tensor:
     if factors is None:
         operands = quantise_rows_reference(x), quantise_rows_reference(weight)
     else:
-        operands = quantise_turned_reference(x, factors), quantise_turned_reference(weight, 1 / factors.float())
+        operands = quantise_rotated_reference(x, factors), quantise_rotated_reference(weight, 1 / factors.float())
     left, right = (codes.double() * scales.double() for codes, scales in operands)
     return (left @ right.t()).to(x.dtype)
 

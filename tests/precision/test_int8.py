@@ -1,4 +1,4 @@
-"""`compute="int8"`: frozen linears multiply in 8-bit integers of turned rows, q, k and v forward in 16 bits."""
+"""`compute="int8"`: frozen linears multiply in 8-bit integers of rotated rows, q, k and v forward in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 
 from pronghorn.config.recipe import Recipe
 from pronghorn.errors import PronghornError
-from pronghorn.kernels.int8 import quantise_turned
+from pronghorn.kernels.int8 import quantise_rotated
 from pronghorn.loading.share import share_layers
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import TrainSetup, resting_bytes
@@ -26,7 +26,7 @@ from pronghorn.models.attach import attached as handle_of
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.precision.compute import Compute, Numbers, check_device
-from pronghorn.precision.int8 import Int8Source, TurnedWeight, WrittenInt8Source
+from pronghorn.precision.int8 import Int8Source, RotatedWeight, WrittenInt8Source
 from pronghorn.precision.source import Activation, DenseSource, LowRankGrad
 from pronghorn.ranges import PREFIX, PRODUCTS
 from support.documents import LENGTHS, ROW, check_by_documents, gradients
@@ -73,14 +73,14 @@ def test_both_products_are_those_of_the_integers() -> None:
         (x, False, x.double() @ weight.double().t()),
         (dy, True, dy.double() @ weight.double()),
     ):
-        source = Int8Source(TurnedWeight.of([weight[:32], weight[32:]], across, torch.bfloat16))
+        source = Int8Source(RotatedWeight.of([weight[:32], weight[32:]], across, torch.bfloat16))
         found = source.input_grad(Activation(given), None) if across else source.forward(Activation(given), None)
         assert 1e-4 < (found - exact).norm() / exact.norm() < 0.015
     low = LowRankGrad(torch.randn(7, 4).bfloat16(), torch.randn(4, 128).bfloat16(), None)
     added = source.input_grad(Activation(dy), low).double()
     assert ((added - found.double() - low.dya.double() @ low.a.double()).abs() <= added.abs() * 2**-7 + 0.1).all()
     assert torch.equal(
-        Int8Source(TurnedWeight.of([weight], False, torch.bfloat16)).forward(Activation(x * 0), None),
+        Int8Source(RotatedWeight.of([weight], False, torch.bfloat16)).forward(Activation(x * 0), None),
         x.new_zeros(7, 64),
     )
     assert source.input_grad(Activation(dy[:0]), None).shape == (0, 128)
@@ -94,14 +94,14 @@ def test_columns_and_weights_of_zeros_give_numbers(across: bool, dtype: torch.dt
     x[:, 7] = 1000.0
     weight[:, 7] = weight[9] = 0
     exact = x.double() @ (weight if across else weight.t()).double()
-    found = Int8Source(TurnedWeight.of([weight], across, dtype)).forward(Activation(x), None)
+    found = Int8Source(RotatedWeight.of([weight], across, dtype)).forward(Activation(x), None)
     assert (found - exact).norm() / exact.norm() < 0.015
-    none = Int8Source(TurnedWeight.of([weight * 0], across, dtype)).forward(Activation(x), None)
+    none = Int8Source(RotatedWeight.of([weight * 0], across, dtype)).forward(Activation(x), None)
     assert torch.equal(none, x * 0)
 
 
 def test_a_profile_tells_its_products_from_what_else_a_layer_launches() -> None:
-    source = Int8Source(TurnedWeight.of([torch.randn(64, 64).bfloat16()], False, torch.bfloat16))
+    source = Int8Source(RotatedWeight.of([torch.randn(64, 64).bfloat16()], False, torch.bfloat16))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         source.forward(Activation(torch.randn(3, 64).bfloat16()), None)
     assert PREFIX + PRODUCTS in {event.name for event in profiled.events()}
@@ -141,7 +141,7 @@ def test_weights_in_4_bits_give_the_codes_of_what_they_stand_for(block: int) -> 
         for n in (64, 128)
     ]
     for across in (False, True):
-        want = TurnedWeight.of(few, across, torch.bfloat16)
+        want = RotatedWeight.of(few, across, torch.bfloat16)
         source = WrittenInt8Source(few, [64, 128], want._replace(codes=None), across)
         assert torch.equal(source.codes(), want.codes)
         x = torch.randn(5, 192).bfloat16()
@@ -288,9 +288,9 @@ def test_a_weight_that_is_trained_is_told(compute: str) -> None:
 def test_autocast_changes_no_code() -> None:
     """Weights are quantised in a forward, which trainers run under it."""
     weight, factors = torch.randn(64, 128).half(), torch.rand(128) + 0.5
-    right = quantise_turned(weight, factors)
+    right = quantise_rotated(weight, factors)
     with torch.autocast("cpu", torch.float16):
-        found = quantise_turned(weight, factors)
+        found = quantise_rotated(weight, factors)
     assert torch.equal(found.codes, right.codes) and torch.equal(found.scales, right.scales)
 
 
@@ -357,16 +357,16 @@ def test_the_plan_counts_a_byte_a_product(family: str, base: str) -> None:
     assert told.endswith(f"values in the model's dtype, of weights written out once{more}")
 
 
-def test_the_plan_times_products_turned_rows_and_what_is_written_out() -> None:
+def test_the_plan_times_products_rotated_rows_and_what_is_written_out() -> None:
     (layer, *_), h200 = dims_of_shape("Llama-3.1-8B").layers, device_spec("h200")
     qkv, *others = layer.groups
     rate, of_byte = _rates(INTEGERS, h200)
     times, plain = (_layer_times(layer, each, h200) for each in (INTEGERS, replace(INTEGERS, fp8=False, int8=False)))
     saved = [2 * 8192 * rate * (1 - INT8) * sum(each.weights for each in linears) for linears in (qkv, sum(others, ()))]
-    turned = [3 * 8192 * of_byte * sum(group[0].inputs for group in others)]
-    turned += [3 * 8192 * of_byte * sum(each.out for each in layer.linears)]
-    assert times.forward == pytest.approx(plain.forward - saved[1] + turned[0])
-    assert times.backward == pytest.approx(plain.backward - sum(saved) + turned[1])
+    rotated = [3 * 8192 * of_byte * sum(group[0].inputs for group in others)]
+    rotated += [3 * 8192 * of_byte * sum(each.out for each in layer.linears)]
+    assert times.forward == pytest.approx(plain.forward - saved[1] + rotated[0])
+    assert times.backward == pytest.approx(plain.backward - sum(saved) + rotated[1])
     assert times.gate_up == pytest.approx(INT8 * plain.gate_up)
     # of 4 bits codes are written; of a packed checkpoint 16 bits are written and read twice, and then codes
     for few, moved in (({"method": "qlora"}, 0.5 + 1), ({"linear_bytes": 1.0}, 1 + 5)):

@@ -1,4 +1,4 @@
-"""Experts under `compute="int8"`: both products of frozen ones in 8-bit integers of turned rows."""
+"""Experts under `compute="int8"`: both products of frozen ones in 8-bit integers of rotated rows."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_codes_stand_for_the_weights_with_one_factor_a_column(dtype: torch.dtype
         lengths = columns.double().norm(dim=0)
         assert side.codes.dtype is torch.int8 and side.codes.shape == right.shape
         torch.testing.assert_close(side.factors, (lengths / lengths.max()).to(dtype), rtol=0.01, atol=0)
-        turned = side.dequantise().reshape(-1, 64) @ hadamard(weight.device)
-        back = turned.view(right.shape) * side.factors.float()
+        rotated = side.dequantise().reshape(-1, 64) @ hadamard(weight.device)
+        back = rotated.view(right.shape) * side.factors.float()
         assert 0 < (back - right.float()).norm() / right.float().norm() < 0.015
         assert not back[1].any()
 
@@ -142,7 +142,7 @@ def test_sizes_without_whole_groups_stay_in_the_models_dtype_and_are_told(width:
     model = model_of(moe_intermediate_size=width)
     handle = attached(model)
     loss_and_gradients(model, BATCH)
-    why = f"their weights are {sizes}, and integers of turned rows need multiples of 64"
+    why = f"their weights are {sizes}, and integers of rotated rows need multiples of 64, at most 133,120"
     assert told(handle, "products of frozen weights").endswith(f"(experts apart: {why})")
     assert told(handle, "experts") == "routed once, products by loop" and not handle.layers.lent_codes()
     assert handle.layers.fp8_experts(torch.bfloat16) == [] and not setup_of(model, 512).fp8_experts
@@ -179,7 +179,7 @@ def test_the_plan_times_both_directions_and_a_pass_for_each_ones_rows() -> None:
         saved[compute] = plain.forward - in_8_bits.forward, plain.backward - in_8_bits.backward
     assert saved["fp8"] == (0, saved["fp8_both"][1]) and all(time > 0 for time in saved[COMPUTE])
     assert all(integers < e4m3 for integers, e4m3 in zip(saved[COMPUTE], saved["fp8_both"], strict=True))
-    # the kernel that makes dh writes its codes in e4m3; integers' are read, turned and written
+    # the kernel that makes dh writes its codes in e4m3; integers' are read, rotated and written
     assert saved[COMPUTE][0] > saved[COMPUTE][1] and saved["fp8_both"][0] < saved["fp8_both"][1]
 
 

@@ -17,8 +17,8 @@ from pronghorn.kernels import nf4_int8
 from pronghorn.kernels.int8 import (
     int8_product_reference,
     int8_product_triton,
-    quantise_turned_reference,
-    quantise_turned_triton,
+    quantise_rotated_reference,
+    quantise_rotated_triton,
 )
 from pronghorn.kernels.nf4 import NF4Weight, write_out_reference
 from support.interpreted import begin
@@ -32,14 +32,14 @@ def check_codes(device: str, dtype: torch.dtype) -> None:
         x[0, 3] = 200.0  # an outlier
         if rows > 1:
             x[1] = 0.0
-        made, want = quantise_turned_triton(x, factors), quantise_turned_reference(x, factors)
+        made, want = quantise_rotated_triton(x, factors), quantise_rotated_reference(x, factors)
         assert made.codes.dtype is torch.int8 and made.codes.abs().max() <= 127
         torch.testing.assert_close(made.scales, want.scales, rtol=1e-6, atol=1e-32)
         off = (made.codes.int() - want.codes.int()).abs()
         assert off.max() <= 1 and off.float().mean() < 1e-3, f"codes {rows} x {width}: {off.float().mean()}"
         for bad in (float("nan"), float("inf")):
             x[-1, width // 2] = bad
-            assert not quantise_turned_triton(x, factors).scales[-1].isfinite(), f"scales of {bad}"
+            assert not quantise_rotated_triton(x, factors).scales[-1].isfinite(), f"scales of {bad}"
 
 
 def check_product(device: str, dtype: torch.dtype) -> None:
@@ -62,10 +62,10 @@ def check_written(device: str, dtype: torch.dtype) -> None:
         for across in (False, True):
             rows = dense.t().contiguous() if across else dense
             inverse = 1 / (torch.rand(rows.shape[1], device=device) + 0.1)
-            want = quantise_turned_reference((rows * inverse).to(dtype), torch.ones_like(inverse))
+            want = quantise_rotated_reference((rows * inverse).to(dtype), torch.ones_like(inverse))
             wide = torch.full((len(rows), rows.shape[1] + 64), 99, dtype=torch.int8, device=device)
             given = weight, inverse, 1 / want.scales.flatten(), wide[:, 64:], dtype, across
-            for write in (nf4_int8.write_turned_triton, nf4_int8.write_turned_reference):
+            for write in (nf4_int8.write_rotated_triton, nf4_int8.write_rotated_reference):
                 write(*given)
                 off = (wide[:, 64:].int() - want.codes.int()).abs()
                 assert off.max() <= 1 and off.float().mean() < 1e-3, f"{n} x {k}, across {across}: {off.float().mean()}"

@@ -19,7 +19,7 @@ from pronghorn.kernels import (
     moe_rows,
     mxfp4,
 )
-from pronghorn.kernels.int8 import quantise_turned_reference
+from pronghorn.kernels.int8 import quantise_rotated_reference
 from pronghorn.kernels.quantise import RowCodes, quantise_rows_reference
 from pronghorn.parity.quantised import fast_sums
 from pronghorn.precision.int8 import column_factors
@@ -179,7 +179,7 @@ def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
 
 
 def check_grouped_integers(device: str, dtype: torch.dtype) -> None:
-    """The same of integers of turned rows, whose sums are exact."""
+    """The same of integers of rotated rows, whose sums are exact."""
     sizes = ((64, 3), (192, 130)) if device == "cpu" else ((64, 16), (256, 272), (192, 144), (2880, 33))
     check_grouped_codes(device, dtype, sizes, integers=True)
 
@@ -198,7 +198,7 @@ def check_grouped_codes(device: str, dtype: torch.dtype, sizes: tuple[tuple[int,
             weight = random(experts, columns, depth, device=device, dtype=dtype, seed=2)
             of_columns = column_factors(weight) if integers else None
             side = grouped_fp8.Codes.of(weight if columns % 2 else weight.mT.contiguous().mT, of_columns)
-            codes, scales = quantise_turned_reference(x, of_columns) if integers else quantise_rows_reference(x)
+            codes, scales = quantise_rotated_reference(x, of_columns) if integers else quantise_rows_reference(x)
             picked = codes.view(torch.uint8)[rows.tokens.long()].view(codes.dtype), scales[rows.tokens.long()]
             sums, fast, factors = [], [], []
             for e, start, end in grouped_gemm.groups_of(offsets):

@@ -2,7 +2,7 @@
 
     y_i  = s_i · (codes_{x, i} codes_{W, e(i)}ᵀ) · s_{W, e(i)}        x ≈ codes_x · s_x, W ≈ codes_W · s_W, by rows
 
-Codes are e4m3 (`kernels.quantise`), or 8-bit integers of turned rows (`kernels.int8`): of x · f and of W / f, with one
+Codes are e4m3 (`kernels.quantise`), or 8-bit integers of rotated rows (`kernels.int8`): of x · f and of W / f, with one
 f a layout for all experts.
 
 W lies in two layouts, quantised each by itself: [E, N, K] for x W with a scale for each of N columns of y, and
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of, tile_of, uses_tma
-from pronghorn.kernels.int8 import quantise_turned
+from pronghorn.kernels.int8 import quantise_rotated
 from pronghorn.kernels.launch import TensorDescriptor, cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows
@@ -48,24 +48,24 @@ class Codes:
         """Quantise W [E, N, K], any strides, by its last dimension; an expert at a time, which is copied.
 
         Args:
-            factors: f [K], of all experts' columns, for integers of turned rows; None for e4m3.
+            factors: f [K], of all experts' columns, for integers of rotated rows; None for e4m3.
         """
         codes = torch.empty(weight.shape, dtype=DTYPE if factors is None else torch.int8, device=weight.device)
         scales = torch.empty(weight.shape[:2], device=weight.device)
         inverse = None if factors is None else 1 / factors.float()
         for dense, made, by in zip(weight.detach(), codes, scales, strict=True):
             dense = dense.contiguous()
-            rows, of_rows = quantise_rows(dense) if inverse is None else quantise_turned(dense, inverse)
+            rows, of_rows = quantise_rows(dense) if inverse is None else quantise_rotated(dense, inverse)
             made.copy_(rows)
             by.copy_(of_rows.squeeze(1))
         return cls(codes, scales, factors)
 
     def of_rows(self, x: Tensor) -> RowCodes:
         """Quantise x [T, K] as these codes multiply it."""
-        return quantise_rows(x) if self.factors is None else quantise_turned(x, self.factors)
+        return quantise_rows(x) if self.factors is None else quantise_rotated(x, self.factors)
 
     def dequantise(self) -> Tensor:
-        """Return codes · s in float32 [E, N, K], of integers turned as they are."""
+        """Return codes · s in float32 [E, N, K], of integers rotated as they are."""
         return self.codes.float() * self.scales[:, :, None]
 
 

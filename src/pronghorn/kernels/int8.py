@@ -1,4 +1,4 @@
-"""Products in 8-bit integers of rows that are turned first, so that no number of a row stands out.
+"""Products in 8-bit integers of rows that are rotated first, so that no number of a row stands out.
 
     z_t = ((x_t · f) cut into groups of 64) H        H: Hadamard's matrix / 8, its own inverse; x · f in 16 bits
     s_t = max_k |z_tk| / 127                         codes_tk = round(z_tk / s_t)
@@ -6,7 +6,7 @@
 
 f is a factor a column of x, and 1 / f one of W's: with f_k the root mean square of W's column k, what a channel of x
 weighs in y decides what share of the 8 bits it gets, and a channel of x that is scaled up while W's column is scaled
-down changes no code. H turns both operands alike, which leaves x Wᵀ as it is and spreads an outlier over its group
+down changes no code. H rotates both operands alike, which leaves x Wᵀ as it is and spreads an outlier over its group
 (QuaRot: Ashkboos et al. 2024, arXiv:2404.00456).
 """
 
@@ -24,7 +24,7 @@ from pronghorn.kernels.quantise import RowCodes, larger
 from pronghorn.ranges import PRODUCTS, in_part
 
 GROUP = 64
-"""Columns that are turned together; K is a multiple."""
+"""Columns that are rotated together; K is a multiple."""
 LIMIT = 127.0
 LONGEST = (2**31 - 1) // int(LIMIT) ** 2 // GROUP * GROUP
 """Columns that 32 bits have the sum of, whatever the codes."""
@@ -40,7 +40,7 @@ FEWEST = 16
 
 
 class Setting(NamedTuple):
-    """How rows of up to so many columns are turned."""
+    """How rows of up to so many columns are rotated."""
 
     columns: float
     groups: int
@@ -51,7 +51,7 @@ class Setting(NamedTuple):
     programs: int
     """Of a multiprocessor."""
     passes: int = 1
-    """Over a row: one holds all of it in registers until its largest element is known, two read and turn it again."""
+    """Over a row: one holds all of it in registers until its largest element is known, two read and rotate it again."""
 
 
 SETTINGS = (
@@ -81,17 +81,17 @@ def hadamard(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor
     return ((1 - 2 * (shared & 1)).float() / 8).to(dtype)
 
 
-def quantise_turned_reference(x: Tensor, factors: Tensor) -> RowCodes:
-    """Do what `quantise_turned` does, in plain torch."""
+def quantise_rotated_reference(x: Tensor, factors: Tensor) -> RowCodes:
+    """Do what `quantise_rotated` does, in plain torch."""
     wide = (x.float() * factors.float()).to(x.dtype).unflatten(1, (-1, GROUP))
     with torch.autocast(x.device.type, enabled=False):  # which weights may be quantised under
-        turned = (wide.float() @ hadamard(x.device)).reshape(x.shape)
-    scales = (turned.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)
-    return RowCodes((turned * (1 / scales)).round().to(torch.int8), scales)
+        rotated = (wide.float() @ hadamard(x.device)).reshape(x.shape)
+    scales = (rotated.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)
+    return RowCodes((rotated * (1 / scales)).round().to(torch.int8), scales)
 
 
 @triton.jit
-def _turn(x_ptr, factors_ptr, columns, K, h):
+def _rotate(x_ptr, factors_ptr, columns, K, h):
     """Return (x · f) H in float32 of groups of rows."""
     x = tl.load(x_ptr + columns, mask=columns < K, other=0.0)
     f = tl.load(factors_ptr + columns, mask=columns < K, other=0.0)
@@ -107,7 +107,7 @@ def nearest(x):
 
 
 @triton.jit
-def _turned(
+def _rotated(
     x_ptr,  # [T, K]
     factors_ptr,  # [K]
     codes_ptr,  # [T, K]
@@ -132,12 +132,12 @@ def _turned(
         kept = ()
         if PARTS > 0:
             for part in tl.static_range(PARTS):
-                z = _turn(x + part * SIZE, factors_ptr + part * SIZE, columns, K - part * SIZE, h)
+                z = _rotate(x + part * SIZE, factors_ptr + part * SIZE, columns, K - part * SIZE, h)
                 most = larger(most, z)
                 kept = kept + (z,)  # type: ignore[assignment]  # noqa: RUF005 (no star in kernels)
         else:
             for start in range(0, K, SIZE):
-                most = larger(most, _turn(x + start, factors_ptr + start, columns, K - start, h))
+                most = larger(most, _rotate(x + start, factors_ptr + start, columns, K - start, h))
         bits = most.to(tl.int32, bitcast=True)  # whose order is that of the numbers, with NaN as the largest
         largest = tl.max(tl.reshape(tl.max(bits, 1), (ROWS, GROUPS)), 1).to(tl.float32, bitcast=True)
         scale = larger(largest * (1.0 / 127.0), tl.full((ROWS,), 1e-30, tl.float32))
@@ -149,7 +149,7 @@ def _turned(
                 tl.store(codes + part * SIZE + columns, nearest(kept[part] * inverse), mask=columns < K - part * SIZE)
         else:
             for start in range(0, K, SIZE):  # x is in the cache
-                z = _turn(x + start, factors_ptr + start, columns, K - start, h)
+                z = _rotate(x + start, factors_ptr + start, columns, K - start, h)
                 tl.store(codes + start + columns, nearest(z * inverse), mask=columns < K - start)
 
 
@@ -162,8 +162,8 @@ def _card(device: torch.device) -> tuple[tuple[Setting, ...], int]:
     return SETTINGS if card.major == 9 else (ELSEWHERE,), card.multi_processor_count
 
 
-def quantise_turned_triton(x: Tensor, factors: Tensor, setting: Setting | None = None) -> RowCodes:
-    """Do what `quantise_turned` does, by its Triton kernel."""
+def quantise_rotated_triton(x: Tensor, factors: Tensor, setting: Setting | None = None) -> RowCodes:
+    """Do what `quantise_rotated` does, by its Triton kernel."""
     count, size = x.shape
     made = RowCodes(torch.empty(count, size, dtype=torch.int8, device=x.device), torch.empty(count, 1, device=x.device))
     settings, multiprocessors = _card(x.device)
@@ -172,21 +172,21 @@ def quantise_turned_triton(x: Tensor, factors: Tensor, setting: Setting | None =
     parts = cdiv(size, groups * GROUP) if setting.passes == 1 else 0
     programs = min(cdiv(count, setting.rows), setting.programs * multiprocessors)
     launch(
-        _turned, (programs,), x, factors, *made, x.stride(0), count, size, programs,
+        _rotated, (programs,), x, factors, *made, x.stride(0), count, size, programs,
         PARTS=parts, GROUPS=groups, ROWS=setting.rows, GROUP=GROUP, num_warps=setting.warps,
     )  # fmt: skip
     return made
 
 
-def quantise_turned(x: Tensor, factors: Tensor) -> RowCodes:
-    """Return the codes of x · factors, turned by groups of 64 columns; a row that isn't finite has a scale that isn't.
+def quantise_rotated(x: Tensor, factors: Tensor) -> RowCodes:
+    """Return the codes of x · factors, rotated by groups of 64 columns; a row that isn't finite has a scale that isn't.
 
     Args:
         x: [T, K] in 16 bits, its rows contiguous, K a multiple of 64.
         factors: [K] in float32 or, which is faster, in x's dtype, none so small or large that x times it leaves that
             one's range.
     """
-    return quantise_turned_triton(x, factors) if x.is_cuda else quantise_turned_reference(x, factors)
+    return quantise_rotated_triton(x, factors) if x.is_cuda else quantise_rotated_reference(x, factors)
 
 
 def int8_product_reference(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:

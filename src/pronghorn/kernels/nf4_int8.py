@@ -1,9 +1,9 @@
-"""Write 4-bit weights out as 8-bit integers of turned rows, for products in integers (`kernels.int8`).
+"""Write 4-bit weights out as 8-bit integers of rotated rows, for products in integers (`kernels.int8`).
 
     codes = round(z / s)        z = (W / f) H, or (Wᵀ / f) H        by groups of 64 columns
 
-f and s are those of the whole weight, found once (`precision.int8.TurnedWeight`). W / f is rounded to the products'
-dtype, as every row is that is turned.
+f and s are those of the whole weight, found once (`precision.int8.RotatedWeight`). W / f is rounded to the products'
+dtype, as every row is that is rotated.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def fits(weight: NF4Weight) -> bool:
     return not (weight.shape[0] % GROUP or weight.shape[1] % GROUP or weight.block % GROUP)
 
 
-def write_turned_reference(
+def write_rotated_reference(
     weight: NF4Weight, factors: Tensor, scales: Tensor, out: Tensor, dtype: torch.dtype, across: bool
 ) -> None:
-    """Write the codes of W / f, turned, into `out` [N, K]; or of Wᵀ / f into `out` [K, N] if `across`.
+    """Write the codes of W / f, rotated, into `out` [N, K]; or of Wᵀ / f into `out` [K, N] if `across`.
 
     Args:
         weight: one that `fits`.
@@ -41,12 +41,12 @@ def write_turned_reference(
     write_out_reference(weight, dense)
     rows = dense.t() if across else dense
     wide = (rows * factors).to(dtype).reshape(len(rows), -1, GROUP)
-    turned = (wide.float() @ hadamard(out.device)).reshape(rows.shape)
-    out.copy_((turned * scales[:, None]).round())
+    rotated = (wide.float() @ hadamard(out.device)).reshape(rows.shape)
+    out.copy_((rotated * scales[:, None]).round())
 
 
 @triton.jit
-def _write_turned(
+def _write_rotated(
     packed_ptr,  # [N, K/2]
     table_ptr,  # [16]
     absmax_ptr,  # [N·K/block]
@@ -92,19 +92,19 @@ def _write_turned(
         tl.store(to, codes, mask=(row < N)[:, None] & (col < K)[None, :])
 
 
-def write_turned_triton(
+def write_rotated_triton(
     weight: NF4Weight, factors: Tensor, scales: Tensor, out: Tensor, dtype: torch.dtype, across: bool
 ) -> None:
-    """Do what `write_turned` does, by its Triton kernel."""
+    """Do what `write_rotated` does, by its Triton kernel."""
     tensors, outer = _tensors(weight)
     rows, groups, warps = ACROSS if across else ALONG
     h = hadamard(out.device, dtype)
     grid = (cdiv(weight.shape[0], rows), cdiv(weight.shape[1], groups * GROUP))
     launch(
-        _write_turned, grid, *tensors, factors, scales, h, out, *weight.shape, out.stride(0),
+        _write_rotated, grid, *tensors, factors, scales, h, out, *weight.shape, out.stride(0),
         ROWS=rows, GROUPS=groups, GROUP=GROUP, BLOCK=weight.block, OUTER=outer, ACROSS=across, num_warps=warps,
         enable_fp_fusion=False,
     )  # fmt: skip
 
 
-write_turned = by_device(write_turned_reference, write_turned_triton, at=3)
+write_rotated = by_device(write_rotated_reference, write_rotated_triton, at=3)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pronghorn.families.spec import Experts
 from pronghorn.kernels.grouped_fp8 import CodedExperts, Codes
-from pronghorn.kernels.int8 import GROUP
+from pronghorn.kernels.int8 import GROUP, LONGEST
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.linears import merged_into
 from pronghorn.parallel.sharded import IN_BUFFER
@@ -95,9 +95,9 @@ class ExpertStorage:
                 return "processes share their weights"
             if weight.dtype is not dtype or dtype.itemsize != 2:
                 return f"their weights are {str(weight.dtype).removeprefix('torch.')}"
-            if compute is Compute.INT8 and any(size % GROUP for size in weight.shape[1:]):
-                sizes = " x ".join(map(str, weight.shape[1:]))
-                return f"their weights are {sizes}, and integers of turned rows need multiples of {GROUP}"
+            if compute is Compute.INT8 and any(size % GROUP or size > LONGEST for size in weight.shape[1:]):
+                sizes, limits = " x ".join(map(str, weight.shape[1:])), f"multiples of {GROUP}, at most {LONGEST:,}"
+                return f"their weights are {sizes}, and integers of rotated rows need {limits}"
         return None
 
     def codes(self, compute: Compute) -> LentCodes:

@@ -20,7 +20,7 @@ from pronghorn.kernels.quantise import transposed
 from pronghorn.layers.linears import adapter_of, base_of, is_written_out, merged_into
 from pronghorn.parallel.sharded import IN_BUFFER
 from pronghorn.precision.fp8 import FP8Weight
-from pronghorn.precision.int8 import TurnedWeight
+from pronghorn.precision.int8 import RotatedWeight
 from pronghorn.precision.source import WrittenOutSource
 
 WIDE = 2
@@ -45,7 +45,7 @@ class GroupStorage:
         self._written: tuple[Any, Tensor] | None = None
         self._lent: int | None = None
         """Where the A lies that `_written` has room for."""
-        self._integers: dict[bool, tuple[Any, TurnedWeight]] = {}
+        self._integers: dict[bool, tuple[Any, RotatedWeight]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
         """Return an empty storage of the copied linears, whose weights lie as these do."""
@@ -131,7 +131,7 @@ class GroupStorage:
             hasattr(part, IN_BUFFER) for weight in self._weights() for part in getattr(weight, "parts", (weight,))
         )
 
-    def integers(self, across: bool, dtype: torch.dtype, kept: bool) -> TurnedWeight:
+    def integers(self, across: bool, dtype: torch.dtype, kept: bool) -> RotatedWeight:
         """Return the weights in 8-bit integers, of W or, if `across`, of Wᵀ; quantised again when `codes` are.
 
         Args:
@@ -142,7 +142,7 @@ class GroupStorage:
         before, made = self._integers.get(across, (None, None))
         if made is None or before != state or (kept and made.codes is None):
             self._integers.pop(across, None)  # freed before the others are made
-            made = TurnedWeight.of(self._weights(), across, dtype)
+            made = RotatedWeight.of(self._weights(), across, dtype)
         made = made if kept else made._replace(codes=None)
         self._integers[across] = state, made
         return made

@@ -33,7 +33,7 @@ FP8_EXPERTS = 0.6
 product multiplied the codes: it said that 8 bits save 10.9 ms of Qwen3-30B-A3B's and 25.6 of gpt-oss-20b's, and they
 saved 11.0 and 25.0."""
 INT8_EXPERTS = 0.86
-"""The same of 8-bit integers: what is left of gpt-oss-20b's step beside its linears and the turning of rows."""
+"""The same of 8-bit integers: what is left of gpt-oss-20b's step beside its linears and the rotation of rows."""
 ATTENTION = 0.35
 """Attention's products against the largest product."""
 DELTA_RULE = 0.082

@@ -100,7 +100,7 @@ def products_bytes(width: int, layer: LayerSpec, setup: TrainSetup, rows: int, o
     # gradients' codes, those of d(gate·up) made with it, beside the activation, but for integers', which its product
     # makes; and weights that are written out
     codes = (rows * h, 2 * rows * width) if setup.fp8 else (0, 0)
-    # integers of a packed checkpoint are made of its 16 bits, turned round
+    # integers of a packed checkpoint are made of its 16 bits, transposed
     of_16_bits = setup.int8 and setup.method != "qlora"
     a_weight = (2 * b + 1 if of_16_bits else 1) if setup.fp8 else b
     written = a_weight * h * width if setup.writes_backward else 0

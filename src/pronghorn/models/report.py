@@ -196,7 +196,7 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
     once = ", of weights written out once" if layers.builder.written_once else ""
     if compute is Compute.INT8:
-        path = f"8-bit integers of turned rows; the forward of queries, keys and values in the model's dtype{once}"
+        path = f"8-bit integers of rotated rows; the forward of queries, keys and values in the model's dtype{once}"
     elif not compute.forward_in_fp8:
         path = f"{path}, for input gradients; the forward in the model's dtype{once}"
     if chooses_codes(layers):

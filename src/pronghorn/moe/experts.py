@@ -10,7 +10,7 @@ nor a dense dW is ever made, and adapters get gradients in their own dtype. An e
 
 In 8 bits (`Experts.codes`) x W1, a W2 and their input gradients multiply quantised rows by W's codes; all else is as
 above, of the same rows before they were quantised. The kernel that makes dh writes its e4m3 codes; those of integers
-are of turned rows, and made of dh by a pass of its own.
+are of rotated rows, and made of dh by a pass of its own.
 """
 
 from __future__ import annotations

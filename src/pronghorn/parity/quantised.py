@@ -2,7 +2,7 @@
 
     y = q(x) Wqᵀ + b        dx = q(dy · s_W) (Wq / s_W)        Wq = codes_W · s_W,  q: to e4m3 and back, a scale a row
 
-Where the forward isn't in 8 bits, y is the linear's own; in 8-bit integers rows are turned (`kernels.int8`).
+Where the forward isn't in 8 bits, y is the linear's own; in 8-bit integers rows are rotated (`kernels.int8`).
 The operands are quantised by the plain references of the kernels and then multiplied in float32; results have the
 pass's dtype. W is read and quantised anew in each forward, so nothing is stale here. `compared_products` gives one
 built product rows that need no other part of the model, so that its own error shows.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.fp8_blocks import has_own_codes
-from pronghorn.kernels.int8 import quantise_turned_reference
+from pronghorn.kernels.int8 import quantise_rotated_reference
 from pronghorn.kernels.nf4 import NF4Weight, write_codes_reference
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, quantise_rows_reference, weight_scales
@@ -70,7 +70,7 @@ class _Product:
         if self._x is not x or index not in self._outputs:
             wide = x.to(products_dtype(x))
             if Numbers.INT8 in self._rule:
-                outputs = _MultiplyTurned.apply(wide.flatten(0, -2), self._own(), self._whole())
+                outputs = _MultiplyRotated.apply(wide.flatten(0, -2), self._own(), self._whole())
                 if self._own() is None:
                     outputs = outputs[0].split([linear.out_features for linear in self._linears], 1)
             else:
@@ -114,7 +114,7 @@ class _Multiply(torch.autograd.Function):
         return dx.to(dy.dtype), None, *[None] * len(weights)
 
 
-class _MultiplyTurned(torch.autograd.Function):
+class _MultiplyRotated(torch.autograd.Function):
     """(x [T, K], linears that multiply x themselves or None, W [N, K] of all) → y_i [T, N_i] of each, or y [T, N] of
     all without a bias."""
 
@@ -123,32 +123,32 @@ class _MultiplyTurned(torch.autograd.Function):
         ctx.save_for_backward(weight)
         if own is not None:
             return tuple(type(linear).forward(linear, x) for linear in own)
-        return (multiplied_turned(x, weight),)
+        return (multiplied_rotated(x, weight),)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         [weight] = ctx.saved_tensors
-        return multiplied_turned(torch.cat(dys, 1), weight.t().contiguous()), None, None
+        return multiplied_rotated(torch.cat(dys, 1), weight.t().contiguous()), None, None
 
 
-def multiplied_turned(x: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ [T, N] of x [T, K] and W [N, K] by 8-bit integers of turned rows, with W's own factors or those
+def multiplied_rotated(x: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ [T, N] of x [T, K] and W [N, K] by 8-bit integers of rotated rows, with W's own factors or those
     given."""
     with torch.autocast(x.device.type, enabled=False):
-        left, right, factors = turned_operands(x, weight, factors)
+        left, right, factors = rotated_operands(x, weight, factors)
         return ((left @ right.t()) * factors).to(x.dtype)
 
 
-def turned_operands(x: Tensor, weight: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rotated_operands(x: Tensor, weight: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes of x [T, K] and of W [N, K] in float32, and what their product is multiplied by [T, N].
 
     Args:
         factors: of columns [K]; None for W's own.
     """
     factors = column_factors(weight).to(x.dtype) if factors is None else factors
-    codes, scales = quantise_turned_reference(x, factors)
+    codes, scales = quantise_rotated_reference(x, factors)
     divided = (weight * (1 / factors.float())).to(x.dtype)
-    of_weight, weight_scales = quantise_turned_reference(divided, torch.ones_like(factors))
+    of_weight, weight_scales = quantise_rotated_reference(divided, torch.ones_like(factors))
     return codes.float(), of_weight.float(), scales * weight_scales.t()
 
 
@@ -207,7 +207,7 @@ def _operands(bases: Sequence[Any], given: Tensor, forward: bool, numbers: Numbe
     """Return the codes of rows and of W, transposed as they are multiplied, and what the product is multiplied by."""
     if numbers is Numbers.INT8:
         whole = whole_weight([base.weight for base in bases])
-        left, right, factors = turned_operands(given, whole if forward else whole.t().contiguous())
+        left, right, factors = rotated_operands(given, whole if forward else whole.t().contiguous())
         return left.double(), right.double().t(), factors  # sums of integers go beyond float32's
     pairs = quantised_weights(bases)
     codes, scales = torch.cat([each for each, _ in pairs]).float(), torch.cat([each for _, each in pairs])

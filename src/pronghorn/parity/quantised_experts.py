@@ -4,7 +4,7 @@
                                                       q': a scale a row of W [K, N]
 
 Expert by expert, in float32, from the plain reference of `kernels.quantise`; W is read and quantised anew each time.
-In 8-bit integers q is `kernels.int8`'s, of turned rows, with one factor a column for the W of all experts.
+In 8-bit integers q is `kernels.int8`'s, of rotated rows, with one factor a column for the W of all experts.
 LoRA's part is computed beside, from x as it is. The router's weights w multiply before the second product, y = (w a) W:
 a row's codes don't depend on w, and dw = <dy Wᵀ, a> has the input gradient's operands, as in `moe.experts`.
 """
@@ -29,9 +29,9 @@ from pronghorn.parity.quantised import (
     ROWS,
     dequantised,
     fast_sums,
-    multiplied_turned,
+    multiplied_rotated,
     random_rows,
-    turned_operands,
+    rotated_operands,
 )
 from pronghorn.precision.compute import Numbers, Rule
 from pronghorn.precision.int8 import column_factors
@@ -111,7 +111,7 @@ class _Multiply(torch.autograd.Function):
 def _multiplied(x: Tensor, weight: Tensor, numbers: Numbers, factors: Tensor | None) -> Tensor:
     """Return x Wᵀ [T, N] of x [T, K] and W [N, K] in 8 bits."""
     if numbers is Numbers.INT8:
-        return multiplied_turned(x, weight, factors)
+        return multiplied_rotated(x, weight, factors)
     return (dequantised(x) @ dequantised(weight).t()).to(x.dtype)
 
 
@@ -138,7 +138,7 @@ def compared_experts(lent: LentCodes, name: str, fast: bool) -> list[Distance]:
             for e in dict.fromkeys(owners):
                 rows = [number for number, owner in enumerate(owners) if owner == e]
                 if integers:  # whose sums go beyond float32's
-                    left, right, factors = turned_operands(x[rows], side[e], of_columns)
+                    left, right, factors = rotated_operands(x[rows], side[e], of_columns)
                     left, right = left.double(), right.double()
                 else:
                     (left, x_scales), (right, w_scales) = map(quantise_rows_reference, (x[rows], side[e]))

@@ -45,7 +45,7 @@ class Compute(StrEnum):
     fp8          input gradients in e4m3 with a scale a row, by the tensor cores' fast sums; the forward in the dtype
     fp8_both     the forward in 8 bits, too
     fp8_exact    as fp8_both, summed exactly, about 9 % slower a product
-    int8         both in 8-bit integers of turned rows (`precision.int8`); the forward of what mixes tokens takes first
+    int8         both in 8-bit integers of rotated rows (`precision.int8`); the forward of what mixes tokens takes first
                  (queries, keys and values) in the dtype
     """
 

@@ -1,4 +1,4 @@
-"""Frozen weights that multiply in 8-bit integers, turned (`kernels.int8`).
+"""Frozen weights that multiply in 8-bit integers, rotated (`kernels.int8`).
 
     y  = x Wᵀ      codes of x · f and of W / f         f: root mean square of W's columns, the largest 1
     dx = dy W      codes of dy · g and of Wᵀ / g       g: the same of W's rows
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.int8 import int8_product, quantise_turned
+from pronghorn.kernels.int8 import int8_product, quantise_rotated
 from pronghorn.kernels.nf4 import NF4Weight
-from pronghorn.kernels.nf4_int8 import fits, write_turned
+from pronghorn.kernels.nf4_int8 import fits, write_rotated
 from pronghorn.precision.fp8 import dense_weight, is_nf4
 from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
 
@@ -24,7 +24,7 @@ LEAST = 2.0**-20
 """The least factor, so that x · f stays in float16's range."""
 
 
-class TurnedWeight(NamedTuple):
+class RotatedWeight(NamedTuple):
     """W [N, K], sizes multiples of 64."""
 
     factors: Tensor
@@ -37,7 +37,7 @@ class TurnedWeight(NamedTuple):
     @classmethod
     def of(
         cls, weights: Sequence[Any], across: bool, dtype: torch.dtype, factors: Tensor | None = None
-    ) -> TurnedWeight:
+    ) -> RotatedWeight:
         """Quantise weights [N_i, K], one below the other, or Wᵀ if `across`; those of few bits are written out first.
 
         Args:
@@ -50,7 +50,7 @@ class TurnedWeight(NamedTuple):
         inverse = 1 / factors.float()
         if whole.dtype is not dtype:  # rounded once, after the division
             whole, inverse = (whole * inverse).to(dtype), torch.ones_like(inverse)
-        codes, scales = quantise_turned(whole.contiguous(), inverse)
+        codes, scales = quantise_rotated(whole.contiguous(), inverse)
         return cls(factors, codes, scales.view(-1))
 
 
@@ -74,7 +74,7 @@ class Int8Source(WeightSource):
         weight: W for the forward, Wᵀ for the input gradient.
     """
 
-    def __init__(self, weight: TurnedWeight) -> None:
+    def __init__(self, weight: RotatedWeight) -> None:
         self.weight = weight
 
     def codes(self) -> Tensor:
@@ -91,7 +91,7 @@ class Int8Source(WeightSource):
         return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        codes, scales = quantise_turned(x, self.weight.factors)
+        codes, scales = quantise_rotated(x, self.weight.factors)
         return int8_product(codes, scales, self.codes(), self.weight.scales, x.dtype)
 
 
@@ -101,20 +101,20 @@ class WrittenInt8Source(Int8Source):
     Args:
         weights: [N_i, K], one below the other.
         rows: every N_i.
-        turned: of all, without codes; of Wᵀ if `across`.
+        rotated: of all, without codes; of Wᵀ if `across`.
     """
 
-    def __init__(self, weights: Sequence[Any], rows: list[int], turned: TurnedWeight, across: bool) -> None:
-        super().__init__(turned)
+    def __init__(self, weights: Sequence[Any], rows: list[int], rotated: RotatedWeight, across: bool) -> None:
+        super().__init__(rotated)
         self._across, self._weights, self._rows = across, list(weights), rows
         few = [NF4Weight.of(weight) for weight in weights if is_nf4(weight)]
         self._few = few if len(few) == len(weights) and all(map(fits, few)) else None
-        self.inverse = 1 / turned.factors.float(), 1 / turned.scales
+        self.inverse = 1 / rotated.factors.float(), 1 / rotated.scales
 
     def codes(self) -> Tensor:
         factors, _, scales = self.weight
         if self._few is None:
-            made = TurnedWeight.of(self._weights, self._across, factors.dtype, factors).codes
+            made = RotatedWeight.of(self._weights, self._across, factors.dtype, factors).codes
             assert made is not None
             return made
         whole = torch.empty(len(scales), len(factors), dtype=torch.int8, device=scales.device)
@@ -123,5 +123,5 @@ class WrittenInt8Source(Int8Source):
         of_rows = (by if self._across else scale).split(self._rows)
         for weight, part, own in zip(self._few, parts, of_rows, strict=True):
             columns, rows = (own, scale) if self._across else (by, own)
-            write_turned(weight, columns, rows, part, factors.dtype, self._across)
+            write_rotated(weight, columns, rows, part, factors.dtype, self._across)
         return whole
