@@ -111,8 +111,8 @@ def check_glu_codes(d: Tensor, *given: Any) -> None:
         codes = RowCodes.like(dh)
         (dh_again, dw_again), left = written(moe_glu.backward_triton_)(d, *given, activated, codes)
         for again, before in ((dh_again, dh), (dw_again, dw), (left, wa if activated else d)):
-            near = 1e-2 if again.itemsize == 2 else 1e-5  # compiled anew
-            torch.testing.assert_close(again, before, rtol=near, atol=near, equal_nan=True)
+            rtol, atol = (1e-2, 1e-3) if again.itemsize == 2 else (1e-5, 1e-5)  # compiled anew
+            torch.testing.assert_close(again, before, rtol=rtol, atol=atol, equal_nan=True)
         assert activated or same(left, d)
         assert_codes(f"dh, {activated}", codes, dh_again)
 
