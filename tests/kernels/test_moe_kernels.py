@@ -115,6 +115,7 @@ def test_products_in_8_bits_compiled(capability: int, room: int, how: str, monke
 
     properties = SimpleNamespace(shared_memory_per_block_optin=room * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
     kernel, exact, integers = grouped_fp8._multiply_codes, how == "exact", how == "integers"
     code = "i8" if integers else "fp8e4nv"
     types = {"x": f"*{code}", "w": f"*{code}", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32", "y_ptr": "*bf16"}

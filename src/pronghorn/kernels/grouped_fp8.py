@@ -30,6 +30,8 @@ from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows
 
 MULTIPLE = 16
 """Numbers of a row that TMA fetches are a multiple of this."""
+GATHERED = 1024
+"""Columns of y from which tokens' rows of integers are copied for TMA: of 768 that takes longer than it saves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +110,11 @@ def choose_fp8(device: torch.device, sizes: tuple[int, ...]) -> tuple[Way, str]:
 def fp8_tile(columns: int, device: torch.device, exact: bool = False, integers: bool = False) -> Tile:
     """Return the tile of a product in 8 bits, larger where a block may have 200 KB of shared memory (H100, B200).
 
-    Exact sums need as many registers again: their tile stays narrow, and two programs share a multiprocessor. So does
-    that of integers, as in `int8.TILE`.
+    Exact sums need as many registers again: their tile stays narrow, and two programs share a multiprocessor. So do
+    those of integers, on Hopper with four warps, of which each has more of the tile.
     """
+    if integers and uses_tma(device):
+        return Tile(128, 128, 128, 4, 3)
     if device.type == "cuda" and not integers:
         properties: Any = torch.cuda.get_device_properties(device)
         if properties.shared_memory_per_block_optin >= 200 * 1024:
@@ -237,5 +241,10 @@ def multiply_coded(
     codes, scales = x if isinstance(x, RowCodes) else side.of_rows(x)
     if not codes.is_cuda:
         return multiply_codes_reference(codes, scales, side, offsets, tokens, dtype)
-    tma = tokens is None and codes.shape[1] % MULTIPLE == 0 and uses_tma(codes.device)
+    tma = codes.shape[1] % MULTIPLE == 0 and uses_tma(codes.device)
+    if tma and tokens is not None:
+        if side.factors is None or side.codes.shape[1] < GATHERED:
+            tma = False
+        else:  # copied once, so that TMA fetches them
+            codes, scales, tokens = codes.index_select(0, tokens), scales.index_select(0, tokens), None
     return multiply_codes_triton(codes, scales, side, offsets, tokens, dtype, weight.exact, tma)
