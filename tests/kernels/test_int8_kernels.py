@@ -36,14 +36,17 @@ def test_interpreted() -> None:
     ],
 )
 def test_compiled_for_every_card_with_8_bits(capability: int, kilobytes: int) -> None:
-    bm, bn, bk, stages, warps = int8.TILE
-    tile = {"WHOLE": True, "BM": bm, "BN": bn, "BK": bk, "TOGETHER": int8.TOGETHER}
-    types = {"a_ptr": "*i8", "b_ptr": "*i8", "c_ptr": "*bf16", "a_scales_ptr": "*fp32", "b_scales_ptr": "*fp32"}
-    made = compiled(int8._product, tile, warps, capability, stages, **types)
-    assert made.metadata.shared <= kilobytes * 1024
-    assert ("wgmma" if capability == 90 else "mma") in made.asm["ptx"] and ".s8" in made.asm["ptx"]
-    if capability == 90:  # two programs a multiprocessor
-        assert 2 * made.metadata.shared <= kilobytes * 1024
+    for tma in (False, True) if capability == 90 else (False,):
+        bm, bn, bk, stages, warps = int8.BY_TMA if tma else int8.IN_PLACE
+        tile = {"TMA": tma, "WHOLE": True, "BM": bm, "BN": bn, "BK": bk, "TOGETHER": int8.TOGETHER}
+        left, right = (f"tensordesc<i8[{rows},{bk}]>" if tma else "*i8" for rows in (bm, bn))
+        types = {"a": left, "b": right, "c_ptr": "*bf16", "a_scales_ptr": "*fp32", "b_scales_ptr": "*fp32"}
+        made = compiled(int8._product, tile, warps, capability, stages, **types)
+        assert made.metadata.shared <= kilobytes * 1024
+        assert ("wgmma" if capability == 90 else "mma") in made.asm["ptx"] and ".s8" in made.asm["ptx"]
+        assert ("cp.async.bulk.tensor" in made.asm["ptx"]) is tma
+        if capability == 90:  # two programs a multiprocessor
+            assert 2 * made.metadata.shared <= kilobytes * 1024
     for setting in int8.SETTINGS if capability == 90 else (int8.ELSEWHERE,):
         for factors in ("*bf16", "*fp32"):
             parts = int(setting.columns) // int8.GROUP // setting.groups if setting.passes == 1 else 0

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.kernels import grouped_gemm
+from pronghorn.kernels import launch
 from pronghorn.kernels.grouped_fp8 import CodedExperts, choose_fp8
-from pronghorn.kernels.grouped_gemm import uses_tma
+from pronghorn.kernels.launch import uses_tma
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import TrainSetup, resting_bytes, width_of, working_bytes
 from pronghorn.memory.plan import Plan, Policy
@@ -210,6 +210,8 @@ def test_which_product_a_card_takes(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     chosen, reason = choose_fp8(torch.device("cuda"), sizes)
     assert chosen == "triton" and why in reason
+    copied = choose_fp8(torch.device("cuda"), sizes, integers=True)[1]
+    assert ("or copied" in copied) is (fetched and not any(each % 16 for each in sizes))
     assert uses_tma(torch.device("cuda")) is fetched
-    monkeypatch.setattr(grouped_gemm, "TensorDescriptor", None)  # another Triton
+    monkeypatch.setattr(launch, "TensorDescriptor", None)  # another Triton
     assert not uses_tma(torch.device("cuda"))

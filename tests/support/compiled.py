@@ -24,7 +24,9 @@ def compiled(
     known |= {**dict.fromkeys(("r_ptr", "dw_ptr", "scales_ptr", "inverse_ptr"), "*fp32"), **types}
     signature = {each: "constexpr" if each in constants else known.get(each, "i32") for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
-    aligned = [i for i, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
+    aligned = [
+        i for i, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32") and "desc" not in kind
+    ]
     source = ASTSource(kernel, signature, places, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps} if stages is None else {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

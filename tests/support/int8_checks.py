@@ -20,6 +20,7 @@ from pronghorn.kernels.int8 import (
     quantise_rotated_reference,
     quantise_rotated_triton,
 )
+from pronghorn.kernels.launch import uses_tma
 from pronghorn.kernels.nf4 import NF4Weight, write_out_reference
 from support.interpreted import begin
 
@@ -48,8 +49,10 @@ def check_product(device: str, dtype: torch.dtype) -> None:
         a = torch.randint(-127, 128, (m, k), device=device, dtype=torch.int8)
         b = torch.randint(-127, 128, (n, k), device=device, dtype=torch.int8)
         sa, sb = torch.rand(m, 1, device=device) / 2000, torch.rand(n, device=device) / 2000
-        found, want = (each(a, sa, b, sb, dtype) for each in (int8_product_triton, int8_product_reference))
-        torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        want = int8_product_reference(a, sa, b, sb, dtype)
+        for tma in (False, True) if device == "cpu" or uses_tma(a.device) else (False,):
+            found = int8_product_triton(a, sa, b, sb, dtype, tma)
+            torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def check_written(device: str, dtype: torch.dtype) -> None:

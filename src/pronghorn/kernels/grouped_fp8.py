@@ -9,8 +9,8 @@ W lies in two layouts, quantised each by itself: [E, N, K] for x W with a scale 
 [E, K, N] for dy Wᵀ with a scale for each of K columns of dx. So tokens are quantised once, whatever experts they go to,
 and not each of their rows; both layouts are read along the sum, as tensor cores of 8 bits need it.
 
-Besides the plain way there is a Triton kernel. On Hopper TMA fetches its tiles, but for those of tokens' rows, which it
-reads in place. Torch's `scaled_grouped_mm` takes up to half as long again, for exact sums up to 3.7
+Besides the plain way there is a Triton kernel. On Hopper TMA fetches its tiles, but for those of tokens' rows: e4m3's
+are read in place, those of integers copied first where they meet many columns, which was the faster of both. Torch's `scaled_grouped_mm` takes up to half as long again, for exact sums up to 3.7
 times as long.
 """
 
@@ -22,16 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of, tile_of, uses_tma
+from pronghorn.kernels.grouped_gemm import GATHERED, Tile, Way, groups_of, tile_of
 from pronghorn.kernels.int8 import quantise_rotated
-from pronghorn.kernels.launch import TensorDescriptor, cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import TensorDescriptor, cdiv, launch, next_power_of_2, tl, triton, uses_tma
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows
 
 MULTIPLE = 16
 """Numbers of a row that TMA fetches are a multiple of this."""
-GATHERED = 1024
-"""Columns of y from which tokens' rows of integers are copied for TMA: of 768 that takes longer than it saves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +90,12 @@ class CodedExperts:
         return self.backward if transposed else self.forward
 
 
-def choose_fp8(device: torch.device, sizes: tuple[int, ...]) -> tuple[Way, str]:
+def choose_fp8(device: torch.device, sizes: tuple[int, ...], integers: bool = False) -> tuple[Way, str]:
     """Return the way that grouped products in 8 bits take, and why.
 
     Args:
         sizes: every K and N.
+        integers: codes are integers, not e4m3.
     """
     if device.type != "cuda":
         return "loop", f"plain torch, expert by expert, on {device.type}"
@@ -104,7 +103,8 @@ def choose_fp8(device: torch.device, sizes: tuple[int, ...]) -> tuple[Way, str]:
         return "triton", "tiles are read in place: TMA is used on Hopper"
     if any(size % MULTIPLE for size in sizes):
         return "triton", f"tiles are read in place: TMA needs multiples of {MULTIPLE}, sizes are {sizes}"
-    return "triton", "TMA fetches tiles; those of tokens' rows are read in place"
+    copied = f", or copied where they meet {GATHERED:,} columns and more" if integers else ""
+    return "triton", f"TMA fetches tiles; those of tokens' rows are read in place{copied}"
 
 
 def fp8_tile(columns: int, device: torch.device, exact: bool = False, integers: bool = False) -> Tile:

@@ -37,7 +37,7 @@ try:
 except ImportError:  # kernels do without
     TensorDescriptor = None
 
-__all__ = ["TensorDescriptor", "by_device", "cdiv", "launch", "next_power_of_2", "tl", "triton"]
+__all__ = ["TensorDescriptor", "by_device", "cdiv", "launch", "next_power_of_2", "tl", "triton", "uses_tma"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +51,11 @@ _RUN = "gridX", "gridY", "gridZ", "stream", "function"
 """What a compiled kernel's `run` takes first, in the versions of Triton whose other arguments are known here."""
 _compiled: dict[tuple[Any, ...], Callable[[tuple[int, ...], tuple[Any, ...]], None]] = {}
 """By kind of call: what launches the compiled kernel, given the grid and the arguments that aren't compile-time."""
+
+
+def uses_tma(device: torch.device) -> bool:
+    """Tell whether kernels fetch tiles by TMA there, as this Triton can: on Hopper alone, where it was measured."""
+    return TensorDescriptor is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_gemm import multiply, multiply_some, tma_tile, wide_tile
+from pronghorn.kernels.grouped_gemm import GATHERED, multiply, multiply_some, tma_tile, wide_tile
 from pronghorn.kernels.launch import by_device, cdiv, launch, tl, triton
 from pronghorn.kernels.moe_rows import Rows, gather
 from pronghorn.kernels.packed import PackedExperts
@@ -25,9 +25,6 @@ ROWS = 256
 """Blocks that a program writes out."""
 SCRATCH = 2**28
 """Bytes of experts that are written out at a time: 8 of gpt-oss's gates and ups."""
-GATHERED = 1024
-"""Columns of a result from which on tokens' rows are gathered, so that TMA can fetch them: 768 lost 8 %, 1,536
-gained 3."""
 
 
 class MXFP4Tensor(PackedExperts):

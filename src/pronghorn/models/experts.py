@@ -72,8 +72,9 @@ class ExpertLayers:
         products = f"products by {way}"
         adapted = list(wrappers(self.model))
         if compute.in_8_bits and self._fold_reason(adapted) is None:
-            way, why_fp8 = choose_fp8(weights(module)[0].device, _sizes(module))
-            in_fp8 = f"products in {'8-bit integers' if compute is Compute.INT8 else 'FP8'} by {way}"
+            integers = compute is Compute.INT8
+            way, why_fp8 = choose_fp8(weights(module)[0].device, _sizes(module), integers)
+            in_fp8 = f"products in {'8-bit integers' if integers else 'FP8'} by {way}"
             if compute.forward_in_8_bits:
                 products, why = in_fp8, why_fp8
             else:
