@@ -10,8 +10,8 @@ W lies in two layouts, quantised each by itself: [E, N, K] for x W with a scale 
 and not each of their rows; both layouts are read along the sum, as tensor cores of 8 bits need it.
 
 Besides the plain way there is a Triton kernel. On Hopper TMA fetches its tiles, but for those of tokens' rows: e4m3's
-are read in place, those of integers copied first where they meet many columns, which was the faster of both. Torch's `scaled_grouped_mm` takes up to half as long again, for exact sums up to 3.7
-times as long.
+are read in place, those of integers copied first where they meet many columns, which was the faster of both. Torch's
+`scaled_grouped_mm` takes up to half as long again, for exact sums up to 3.7 times as long.
 """
 
 from __future__ import annotations
