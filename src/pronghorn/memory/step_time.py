@@ -25,7 +25,7 @@ ELEMENTWISE = 0.75
 FP8 = 0.5
 """Time of products by 8-bit rows against bf16's: 5.29 and 10.60 ms for those of a layer of 8B."""
 INT8 = 0.5
-"""The same of 8-bit integers: by reading tiles in place 167.9 ms of 8B's step, where bf16 takes 314; by TMA 7 % less."""
+"""The same of 8-bit integers: 167.9 ms of 8B's step, where bf16 takes 314, and by TMA some 7 % less."""
 PACKED = 1.3
 """Time of experts' products by Triton, from weights that are written out, against torch's of dense ones."""
 FP8_EXPERTS = 0.6
@@ -179,8 +179,9 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
         thin = 3 * experts.chosen * h + 5 * i if setup.expert_rank else 0
         around, adapters = around + t * rows * b * ms_per_byte, adapters + 1.5 * t * thin * b * ms_per_byte
     gaps = GAPS + (ROUTED_GAPS if experts else 0.0) if setup.fused else 0.0
-    # weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written
-    codes = 5 if setup.int8 and setup.method != "qlora" else 1  # integers of packed checkpoints are made of two bytes
+    # Weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written.
+    # As timed, an integer of NF4 takes as long as four bytes; one of packed checkpoints is made of two.
+    codes = (4 if setup.method == "qlora" else 5) if setup.int8 else 1
     in_8_bits = setup.forward_in_fp8 or setup.int8
     a_weight = setup.writes_forward * (setup.stored_bytes + (codes if in_8_bits else 2)) * ms_per_byte
     a_weight_back = setup.writes_backward * (setup.stored_bytes + (codes if setup.fp8 else 2)) * ms_per_byte
