@@ -19,7 +19,7 @@ from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.adapter_layouts import write_served_adapter
 from pronghorn.export.compare import ROW_TOKENS, compare, rendered_conversations
 from pronghorn.export.comparison import Comparison
-from pronghorn.export.engine import Engine, Reference
+from pronghorn.export.engine import Engine
 from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.engines.vllm import check_interpreter, serve_vllm
@@ -192,7 +192,7 @@ def export_run(
 
 def _compared(
     to: str,
-    reference: Reference,
+    reference: TransformersEngine,
     engines: Iterable[Engine],
     limits: str,
     rows: Sequence[Sequence[int]],

@@ -8,7 +8,8 @@ from typing import Any
 
 from pronghorn.export.comparison import Check, Name
 from pronghorn.export.conversations import Named
-from pronghorn.export.engine import Completion, Engine, NotServed, Reference, Refused
+from pronghorn.export.engine import Completion, Engine, NotServed, Refused
+from pronghorn.export.engines.transformers import TransformersEngine
 
 ANSWERS, ANSWER_TOKENS = 8, 32
 """Conversations that are answered, and tokens of an answer, at most."""
@@ -27,7 +28,7 @@ class Answers:
 
     def __init__(
         self,
-        reference: Reference,
+        reference: TransformersEngine,
         engine: Engine,
         asked: Sequence[Named],
         prompts: Sequence[list[int]],
