@@ -53,8 +53,7 @@ def compare(
     tokens, token_causes = _compare_tokens(reference, engine, rendered)
     chosen = rendered[:: max(len(rendered) // ANSWERS, 1)][:ANSWERS]
     say(f"answers to {counted(len(chosen), 'conversation')}")
-    own = [reference.complete(ids, ANSWER_TOKENS) for _, ids in chosen]
-    answers = Answers(reference, engine, [named for named, _ in chosen], [ids for _, ids in chosen], own)
+    answers = Answers(reference, engine, chosen)
     texts = [list(row[:ROW_TOKENS]) for row in rows[:ROWS] if len(row) > 1] or answers.texts()
     held_out = f"{counted(len(texts), 'held-out document')}, prompts too"
     scored_on = held_out if rows else "conversations and the trained model's answers"
