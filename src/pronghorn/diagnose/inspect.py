@@ -258,9 +258,9 @@ def figures(inspection: Inspection) -> list[tuple[str, str]]:
         "Refused, dropped": inspection.refused,
         f"{inspection.why_left_out.capitalize()}, dropped": inspection.left_out,
         f"Control tokens in a prompt, {recipe.data.control_tokens}": prepared.control_rows,
-        "Truncated": prepared.truncated,
-        "Split": prepared.split,
-        "Pieces without a label, dropped": prepared.dropped_pieces,
+        "Truncated": prepared.fitted.truncated,
+        "Split": prepared.fitted.split,
+        "Pieces without a label, dropped": prepared.fitted.dropped_pieces,
     }
     rows = [("Documents", f"{len(inspection.lengths):,}")]
     rows += [(name, f"{count:,}") for name, count in dropped.items() if count]

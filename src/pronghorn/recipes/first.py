@@ -198,7 +198,7 @@ def _choose_length(draft: Draft, seen: Inspection, most: int) -> None:
     while row < longest:
         row *= 2
     row = min(row, most)
-    cut = seen.prepared.truncated  # at the most that was looked at
+    cut = seen.prepared.fitted.truncated  # at the most that was looked at
     most_tokens = f"more than {longest:,}" if cut else f"{longest:,} at most"
     lengths = f"{counted(len(seen.lengths), 'document')} of {median:,} tokens in the median, {most_tokens}"
     draft.put("model.max_seq_length", row, f"tokens of a packed row; {lengths}")
