@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import UnsupportedError
 from pronghorn.export.adapter_layouts import active_adapter
 from pronghorn.export.gguf import gguf_package, written_family
 from pronghorn.export.gguf_tensors import changed, parts_of
@@ -48,8 +48,6 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
             apply; names it, and says to merge.
     """
     gguf = gguf_package()
-    if not hasattr(model, "active_peft_config"):
-        raise ConfigError("the model has no adapter", "export it merged")
     name = active_adapter(model)
     config = model.peft_config[name]
     _check(config)
