@@ -368,12 +368,8 @@ def _write_tensors(
         kind = GGMLQuantizationType.F32 if kept or shape[-1] % block else wanted
         kinds.append(kind)
         per_block, size = GGML_QUANT_SIZES[kind]
-        plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(kind)
-        if plain is not None:
-            writer.add_tensor_info(name, shape, np.dtype(plain), math.prod(shape) * np.dtype(plain).itemsize)
-        else:
-            stored_shape = (*shape[:-1], shape[-1] // per_block * size)
-            writer.add_tensor_info(name, stored_shape, np.dtype(np.uint8), math.prod(stored_shape), raw_dtype=kind)
+        stored_bytes = math.prod(shape) // per_block * size
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), stored_bytes, raw_dtype=kind)  # a shape of numbers
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
