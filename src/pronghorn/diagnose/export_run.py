@@ -323,8 +323,7 @@ def _reads_back(model: Any) -> bool:
     """Tell whether transformers can be given the weights of a model's GGUF file: not experts, and not tensors that
     llama.cpp has in other forms."""
     config = base_causal_lm(model).config
-    form = written_family(config).gguf
-    return not has_experts(config) and form is not None and form.parts is as_named
+    return not has_experts(config) and written_family(config)[1].parts is as_named
 
 
 def _load(folder: Path, trained: Any, tokenizer: Any) -> tuple[Any, Any, str]:
