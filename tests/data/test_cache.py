@@ -174,12 +174,12 @@ def test_the_overflow_rule_on_cached_documents(settings: Any, tokenizer: Any, ov
     expected, count = fit_reference(whole, 44, overflow)
     prepared = prepare(data, tokenizer, length=44)
     assert sorted(content(prepared)) == sorted((d.input_ids, d.labels, d.source) for d in expected)
-    assert (prepared.dropped, prepared.truncated, prepared.split) == (
+    assert (prepared.dropped, prepared.fitted.truncated, prepared.fitted.split) == (
         count["dropped"],
         count["truncated"],
         count["split"],
     )
-    assert prepared.dropped + prepared.truncated + prepared.split > 0
+    assert prepared.dropped + prepared.fitted.truncated + prepared.fitted.split > 0
     fitting = [(d.input_ids, d.labels, d.source) for d in whole if len(d) <= 44]
     assert content(prepared)[: len(fitting)] == fitting  # what is cut stands at the end
     with pytest.raises(DataError, match=r"train\.jsonl line \d+ has \d+ tokens > max_seq_length 44"):

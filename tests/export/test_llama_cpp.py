@@ -414,7 +414,7 @@ def test_faults_of_a_family_show(
     right = FAMILIES[family]
     assert right.gguf is not None
     wrong = replace(right, gguf=replace(right.gguf, **fault))
-    monkeypatch.setattr(gguf, "written_family", lambda config: wrong)
+    monkeypatch.setattr(gguf, "written_family", lambda config: (wrong, wrong.gguf))
     tokenizer = AutoTokenizer.from_pretrained(stories)
     torch.manual_seed(0)
     found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer, tmp_path)

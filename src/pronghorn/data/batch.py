@@ -246,24 +246,13 @@ class PackedBatch:
             _derived={},
         )
 
-    def copy_into(self, static: PackedBatch) -> PackedBatch:
-        """Copy this batch's tensors into those of `static` (same shapes), for a captured graph that reads `static`.
-
-        Returns:
-            This batch's host integers over `static`'s tensors.
-        Raises:
-            DataError: the shapes differ.
-        """
+    def copy_into(self, static: PackedBatch) -> None:
+        """Copy this batch's tensors into those of `static`, which have the same shapes: a captured graph reads them."""
         for name in _TENSORS:
             source, target = getattr(self, name), getattr(static, name)
-            if (source is None) != (target is None) or (source is not None and source.shape != target.shape):
-                raise DataError(
-                    f"{name} of the batch and of the static batch differ in shape",
-                    "copy only between batches of the same row length and buckets",
-                )
+            assert (source is None) == (target is None) and (source is None or source.shape == target.shape), name
             if source is not None:
                 target.copy_(source, non_blocking=True)
-        return replace(self, **{name: getattr(static, name) for name in _TENSORS}, _derived={})
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> PackedBatch:
         tensors = {name: getattr(self, name) for name in _TENSORS}

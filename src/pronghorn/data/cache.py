@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pronghorn.config.recipe import Data, Source
 from pronghorn.data.formats import RowReader
 from pronghorn.data.held_out import held_out
-from pronghorn.data.overflow import Overflow, fit_dataset
+from pronghorn.data.overflow import Fitted, Overflow, fit_dataset
 from pronghorn.data.parts import ERRORS, SCHEMA, Part, Tokenising, info_file, part_name, read_part, write_parts
 from pronghorn.data.rows import Row, in_chunks
 from pronghorn.data.sources import count_rows, fingerprint, mixture, read_source
@@ -67,11 +67,8 @@ class Prepared:
     """Of the first dropped rows."""
     dropped: int
     """Rows and documents left out: refused, without a supervised token, too long."""
-    too_long: int
-    """Of `dropped`: those that data.overflow drops."""
-    truncated: int
-    split: int
-    dropped_pieces: int
+    fitted: Fitted
+    """What data.overflow did; what it dropped is in `dropped`, too."""
     control_rows: int
     """Rows that hold control tokens in what the assistant doesn't say (data.control_tokens)."""
     rows: int
@@ -82,12 +79,12 @@ class Prepared:
     @property
     def dropped_share(self) -> float:
         """Return the share of rows and documents that are left out."""
-        return self.dropped / max(self.rows, len(self.whole) + self.dropped - self.too_long, 1)
+        return self.dropped / max(self.rows, len(self.whole) + self.dropped - self.fitted.dropped, 1)
 
     @property
     def cut_share(self) -> float:
         """Return the share of documents that lose tokens to data.overflow: truncate."""
-        return self.truncated / max(len(self.whole), 1)
+        return self.fitted.truncated / max(len(self.whole), 1)
 
 
 def documents(
@@ -169,10 +166,7 @@ def documents(
         ],
         errors=[error for entry in entries for error in entry.errors][:ERRORS],
         dropped=sum(entry.dropped + entry.unsupervised for entry in entries) + fitted.dropped,
-        too_long=fitted.dropped,
-        truncated=fitted.truncated,
-        split=fitted.split,
-        dropped_pieces=fitted.dropped_pieces,
+        fitted=fitted,
         control_rows=sum(entry.control_rows for entry in entries),
         rows=sum(entry.rows + entry.dropped for entry in entries),
         key=_hash([[entry.key for entry in entries], weights, seed, max_seq_length, data.overflow, *held]),

@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
-import numpy as np
-
 from pronghorn.data.packed_rows import lengths_of
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import ConfigError, DataError
@@ -129,7 +127,7 @@ def _written(whole: Any, long: list[int], length: int, overflow: Overflow, fitte
                         own[0] = IGNORE_INDEX
                         for name, value in (("input_ids", ids[first:end]), ("labels", own), ("source", piece)):
                             columns[name].append(value)
-                stream.write_table(pyarrow.table({name: _column(columns[name]) for name in schema.names}, schema))
+                stream.write_table(pyarrow.table(columns, schema))
         file.flush()
         buffer = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     # a fingerprint of ours: datasets' own would hash all bytes
@@ -144,16 +142,6 @@ def _tables(documents: Any, indices: list[int]) -> Iterator[Any]:
 def _arrays(column: Any) -> Iterator[Any]:
     """Yield each list of numbers of a column, without copying it."""
     return (each.values.to_numpy() for each in column)
-
-
-def _column(values: list[Any]) -> Any:
-    """Return a column of lists of numbers, or of texts."""
-    import pyarrow
-
-    if not values or isinstance(values[0], str):
-        return values
-    offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
-    return pyarrow.ListArray.from_arrays(offsets, np.concatenate(values))
 
 
 MUCH = 0.01

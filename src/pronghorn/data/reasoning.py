@@ -40,7 +40,7 @@ class Reasoning:
         <think> at the beginning of the text."""
         if not any(message.reasoning or THINK.match(message.content) for message in row.messages):
             return row
-        messages = tuple(apart(m) if self._has_field("tool_calls" in m.extra) else _joined(m) for m in row.messages)
+        messages = tuple(apart(m) if self._has_field["tool_calls" in m.extra] else _joined(m) for m in row.messages)
         return replace(row, messages=messages)
 
     def remembered(self, row: Conversation) -> Conversation:
@@ -50,18 +50,13 @@ class Reasoning:
             return self.placed(row)
         return replace(row, messages=tuple(map(apart, row.messages)))
 
-    def _has_field(self, calls: bool) -> bool:
-        """Tell whether the chat template renders the reasoning of a turn, one with `calls` or one of text alone."""
-        return self._text_has_field or (calls and self._calls_have_field)  # Gemma 4's first templates: of calls alone
-
     @cached_property
-    def _text_has_field(self) -> bool:
-        return self._renders_reasoning({})
-
-    @cached_property
-    def _calls_have_field(self) -> bool:
+    def _has_field(self) -> dict[bool, bool]:
+        """Whether the chat template renders the reasoning of a turn, by whether the turn has calls: Gemma 4's first
+        templates do so of calls alone."""
         call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-        return self._renders_reasoning({"tool_calls": [call]})
+        of_text = self._renders_reasoning({})
+        return {False: of_text, True: of_text or self._renders_reasoning({"tool_calls": [call]})}
 
     def _renders_reasoning(self, extra: dict[str, Any]) -> bool:
         """Tell whether the chat template renders `reasoning_content` (or gpt-oss's `thinking`) beside `extra`."""

@@ -19,7 +19,7 @@ from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.adapter_layouts import write_served_adapter
 from pronghorn.export.compare import ROW_TOKENS, compare, rendered_conversations
 from pronghorn.export.comparison import Comparison
-from pronghorn.export.engine import Engine, Reference
+from pronghorn.export.engine import Engine
 from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.engines.vllm import check_interpreter, serve_vllm
@@ -192,7 +192,7 @@ def export_run(
 
 def _compared(
     to: str,
-    reference: Reference,
+    reference: TransformersEngine,
     engines: Iterable[Engine],
     limits: str,
     rows: Sequence[Sequence[int]],
@@ -323,8 +323,7 @@ def _reads_back(model: Any) -> bool:
     """Tell whether transformers can be given the weights of a model's GGUF file: not experts, and not tensors that
     llama.cpp has in other forms."""
     config = base_causal_lm(model).config
-    form = written_family(config).gguf
-    return not has_experts(config) and form is not None and form.parts is as_named
+    return not has_experts(config) and written_family(config)[1].parts is as_named
 
 
 def _load(folder: Path, trained: Any, tokenizer: Any) -> tuple[Any, Any, str]:

@@ -92,11 +92,6 @@ class Inspection:
         return self.supervised / self.packing.tokens
 
     @property
-    def rows(self) -> int:
-        """Count the rows of the sources, the refused ones among them."""
-        return sum(count.rows + count.dropped for count in self.prepared.counts)
-
-    @property
     def refused(self) -> int:
         """Count the rows that can't be trained on (data.bad_rows: drop)."""
         return sum(count.dropped for count in self.prepared.counts)
@@ -263,9 +258,9 @@ def figures(inspection: Inspection) -> list[tuple[str, str]]:
         "Refused, dropped": inspection.refused,
         f"{inspection.why_left_out.capitalize()}, dropped": inspection.left_out,
         f"Control tokens in a prompt, {recipe.data.control_tokens}": prepared.control_rows,
-        "Truncated": prepared.truncated,
-        "Split": prepared.split,
-        "Pieces without a label, dropped": prepared.dropped_pieces,
+        "Truncated": prepared.fitted.truncated,
+        "Split": prepared.fitted.split,
+        "Pieces without a label, dropped": prepared.fitted.dropped_pieces,
     }
     rows = [("Documents", f"{len(inspection.lengths):,}")]
     rows += [(name, f"{count:,}") for name, count in dropped.items() if count]
@@ -381,7 +376,7 @@ def write_report(inspection: Inspection, path: Path) -> Path:
         inspection=inspection,
         sources=_sources(inspection),
         headlines=[
-            ("Documents", f"{len(inspection.lengths):,}", f"{dropped:,} of {inspection.rows:,} rows dropped"),
+            ("Documents", f"{len(inspection.lengths):,}", f"{dropped:,} of {inspection.prepared.rows:,} rows dropped"),
             ("Supervised tokens", f"{share:.1%}", f"{inspection.supervised:,} of {packing.tokens:,}"),
             ("Median length", f"{lengths['median']:,} tokens", f"99 % have at most {lengths['99 %']:,}"),
             (packed, f"{packing.efficiency:.1%}", f"{counted(packing.rows, 'row')} of {packing.row_tokens:,} tokens"),

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from traceback import FrameSummary, extract_stack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -178,19 +179,6 @@ def _wait(device: torch.device) -> None:
 
 
 @contextmanager
-def _method_in_part(owner: Any, method: str, part: str) -> Iterator[None]:
-    """Open a range around a method of this one object."""
-    own = vars(owner).get(method)
-    setattr(owner, method, in_part(part)(getattr(owner, method)))
-    try:
-        yield
-    finally:
-        delattr(owner, method)
-        if own is not None:
-            setattr(owner, method, own)
-
-
-@contextmanager
 def named(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
     """Open ranges around the parts of this trainer's step and of its model's forward pass."""
     model, opened = handle.model, []
@@ -216,7 +204,8 @@ def named(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
     fused = {inner for layer in model.modules() if is_fused(layer) for inner in layer.modules() if inner is not layer}
     with ExitStack() as stack:
         for owner, method, part in parts:
-            stack.enter_context(_method_in_part(owner, method, part))
+            ranged = in_part(part)(getattr(owner, method))
+            stack.enter_context(patch.object(owner, method, ranged))  # of this one object
         for module, part in parts_of(model).items():
             if module not in fused:
                 stack.callback(module.register_forward_pre_hook(partial(enter, part)).remove)

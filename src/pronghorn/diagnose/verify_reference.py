@@ -271,7 +271,7 @@ class Run:
             untrained = [
                 f"{canonical(name)}, expert {e} ({counted(count, 'token')})" for name, e, count in routed.untrained()
             ]
-        return replace(self._take([], total, torch.empty(0)), untrained=untrained, idle=len(routed.idle()))
+        return replace(self._take([], total, torch.empty(0)), untrained=untrained, idle=routed.idle())
 
     def _take(self, losses: list[Tensor], loss: float, logits: Tensor) -> Passes:
         """Take the gradients off the model: on the host, for the next pass needs the room."""

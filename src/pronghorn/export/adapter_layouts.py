@@ -44,11 +44,9 @@ def write_served_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path
     """
     target = Path(folder)
     refuse_filled(target)
-    if not hasattr(model, "active_peft_config"):
-        raise ConfigError("the model has no adapter", "export it merged")
+    name = active_adapter(model)
     check_served(model)
     with whole_folder(target) as writing:
-        name = active_adapter(model)
         model.save_pretrained(writing, selected_adapters=[name])
         for file in list((writing / name).glob("*")) if name != "default" else ():  # where PEFT puts others
             file.rename(writing / file.name)
@@ -65,8 +63,11 @@ def active_adapter(model: Any) -> str:
     """Return the name of the one active adapter.
 
     Raises:
+        ConfigError: the model has no adapter.
         UnsupportedError: several are active at once, or none.
     """
+    if not hasattr(model, "active_peft_config"):
+        raise ConfigError("the model has no adapter", "export it merged")
     active = list(model.active_adapters)
     if len(active) != 1:
         named = ", ".join(active) or "none"

@@ -1,6 +1,6 @@
 """Compare a served or exported model with the one that was trained: token ids, log-probabilities, answers, stops.
 
-The trained model is the `Reference`, what is compared with it an `Engine`: transformers, a server, llama.cpp. An engine
+The trained model is in transformers, what is compared with it an `Engine`: transformers, a server, llama.cpp. An engine
 that has no way to tell something raises `NotServed`, and the comparison names what it could not compare.
 """
 
@@ -17,7 +17,8 @@ from pronghorn.errors import ConfigError, DataError
 from pronghorn.export.compare_answers import ANSWER_TOKENS, ANSWERS, Answers, first_difference
 from pronghorn.export.comparison import LIMITS, Cause, Check, Comparison, Limits, Name
 from pronghorn.export.conversations import Named, built_in
-from pronghorn.export.engine import Engine, NotServed, Reference, Refused, Scored
+from pronghorn.export.engine import Engine, NotServed, Refused, Scored
+from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.parity.distance import THREE_WAY
 from pronghorn.text import counted
 
@@ -26,7 +27,7 @@ ROWS, ROW_TOKENS = 8, 512
 
 
 def compare(
-    reference: Reference,
+    reference: TransformersEngine,
     engine: Engine,
     *,
     format: str = "merged",
@@ -52,8 +53,7 @@ def compare(
     tokens, token_causes = _compare_tokens(reference, engine, rendered)
     chosen = rendered[:: max(len(rendered) // ANSWERS, 1)][:ANSWERS]
     say(f"answers to {counted(len(chosen), 'conversation')}")
-    own = [reference.complete(ids, ANSWER_TOKENS) for _, ids in chosen]
-    answers = Answers(reference, engine, [named for named, _ in chosen], [ids for _, ids in chosen], own)
+    answers = Answers(reference, engine, chosen)
     texts = [list(row[:ROW_TOKENS]) for row in rows[:ROWS] if len(row) > 1] or answers.texts()
     held_out = f"{counted(len(texts), 'held-out document')}, prompts too"
     scored_on = held_out if rows else "conversations and the trained model's answers"
@@ -93,7 +93,7 @@ def compare(
 Rendered = list[tuple[Named, list[int]]]
 
 
-def rendered_conversations(reference: Reference) -> tuple[Rendered, list[str]]:
+def rendered_conversations(reference: TransformersEngine) -> tuple[Rendered, list[str]]:
     """Render the built-in conversations with the trained model's template; those that it can't, by name."""
     rendered, skipped = [], []
     for named in built_in():
@@ -109,7 +109,7 @@ def rendered_conversations(reference: Reference) -> tuple[Rendered, list[str]]:
     return rendered, skipped
 
 
-def _compare_tokens(reference: Reference, engine: Engine, rendered: Rendered) -> tuple[Check, list[str]]:
+def _compare_tokens(reference: TransformersEngine, engine: Engine, rendered: Rendered) -> tuple[Check, list[str]]:
     """Compare the token ids of conversations, or how many they are where an engine doesn't tell them."""
     limit = "all equal"
     if not rendered:
@@ -146,7 +146,7 @@ def _compare_tokens(reference: Reference, engine: Engine, rendered: Rendered) ->
     return Check(Name.TOKENS, not unlike, value, limit, detail), list(causes)[:3]
 
 
-def _why_tokens_differ(reference: Reference, name: str, expected: list[int], served: list[int]) -> str:
+def _why_tokens_differ(reference: TransformersEngine, name: str, expected: list[int], served: list[int]) -> str:
     """Return the cause of other token ids."""
     tokenizer = reference.tokenizer
     bos = tokenizer.bos_token_id
@@ -202,7 +202,9 @@ class _Scores:
         )
 
 
-def _score(reference: Reference, engine: Engine, texts: Sequence[list[int]], exact: bool) -> tuple[_Scores, str]:
+def _score(
+    reference: TransformersEngine, engine: Engine, texts: Sequence[list[int]], exact: bool
+) -> tuple[_Scores, str]:
     """Compare what both say of each position; with why that can't be where it can't. What several texts begin with is
     one position: conversations share templates and system prompts."""
     differences: list[float] = []

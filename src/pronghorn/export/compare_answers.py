@@ -8,7 +8,8 @@ from typing import Any
 
 from pronghorn.export.comparison import Check, Name
 from pronghorn.export.conversations import Named
-from pronghorn.export.engine import Completion, Engine, NotServed, Reference, Refused
+from pronghorn.export.engine import Completion, Engine, NotServed, Refused
+from pronghorn.export.engines.transformers import TransformersEngine
 
 ANSWERS, ANSWER_TOKENS = 8, 32
 """Conversations that are answered, and tokens of an answer, at most."""
@@ -25,22 +26,15 @@ def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
 class Answers:
     """The trained model's answers to some conversations, and the engine's."""
 
-    def __init__(
-        self,
-        reference: Reference,
-        engine: Engine,
-        asked: Sequence[Named],
-        prompts: Sequence[list[int]],
-        own: Sequence[Completion],
-    ) -> None:
+    def __init__(self, reference: TransformersEngine, engine: Engine, asked: Sequence[tuple[Named, list[int]]]) -> None:
         self.reference, self.engine = reference, engine
-        self.asked, self.prompts, self.own = asked, prompts, own
+        self.own = [(named, prompt, reference.complete(prompt, ANSWER_TOKENS)) for named, prompt in asked]
         self.went_on: dict[str, None] = {}
         """Conversations whose answer the engine didn't stop where the trained model did."""
 
     def texts(self) -> list[list[int]]:
         """Return prompts with the trained model's answers, stop tokens included."""
-        return [[*prompt, *(own.token_ids or ())] for prompt, own in zip(self.prompts, self.own, strict=True)]
+        return [[*prompt, *(own.token_ids or ())] for _, prompt, own in self.own]
 
     def compare(self, tie: float) -> tuple[Check, str]:
         """Compare greedy answers: their token ids, or texts where the engine tells no ids. Two tokens that the trained
@@ -49,7 +43,7 @@ class Answers:
         same = ties = 0
         unlike: list[str] = []
         why: list[str] = []
-        for named, prompt, own in zip(self.asked, self.prompts, self.own, strict=True):
+        for named, prompt, own in self.own:
             try:
                 served = self.engine.answer(named.conversation, ANSWER_TOKENS)
             except (NotServed, Refused) as error:
@@ -101,7 +95,7 @@ class Answers:
         limit, stops = "at once", self.reference.stops
         texts = [
             (named.name, [*prompt, *(token for token in own.token_ids or () if token not in stops)])
-            for named, prompt, own in zip(self.asked, self.prompts, self.own, strict=True)
+            for named, prompt, own in self.own
             if own.stopped
         ]
         for number, row in enumerate(rows, 1):

@@ -1,12 +1,10 @@
-"""What a comparison asks of a model that runs somewhere, and of the trained one (`export.compare`)."""
+"""What a comparison asks of a model that runs somewhere (`export.compare`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Protocol
 
 from pronghorn.data.rows import Conversation
 from pronghorn.errors import DataError, UnsupportedError
@@ -59,21 +57,3 @@ class Engine(Protocol):
 
     def answer(self, conversation: Conversation, max_tokens: int) -> Completion:
         """Answer a conversation greedily, through the engine's own template."""
-
-
-class Reference(Engine, Protocol):
-    """The trained model."""
-
-    tokenizer: Any
-    stops: frozenset[int]
-    positions: int | None
-    """The longest text, or None without a limit."""
-
-    def distribution(self, token_ids: Sequence[int]) -> Tensor:
-        """Return the log-probabilities [n - 1, vocabulary] of what follows each token but the last."""
-
-    def base_distribution(self, token_ids: Sequence[int]) -> Tensor | None:
-        """Return the same of the model that training began from, or None where it isn't at hand."""
-
-    def rounded_distribution(self, token_ids: Sequence[int]) -> Tensor | None:
-        """Return the same computed with another rounding of 16 bits: how far off sound 16-bit arithmetic is."""

@@ -101,6 +101,14 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
     return tells_nothing and shutil.disk_usage(made).free < 2**20
 
 
+def write_index(folder: Path, split: Any, **metadata: Any) -> None:
+    """Write which of several files holds which tensor, as `split_torch_state_dict_into_shards` has it."""
+    if split.is_sharded:
+        index = {"metadata": {**metadata, **split.metadata}, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer beside a model. Its chat template is the processor's, too, so the original's is taken out of the
     older places, in which a processor looks first."""

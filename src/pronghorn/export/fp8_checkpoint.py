@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.export.folder import refuse_filled, whole_folder
+from pronghorn.export.folder import refuse_filled, whole_folder, write_index
 from pronghorn.export.licences import copy_licences
 from pronghorn.kernels.quantise import DTYPE, weight_scales
 from pronghorn.loading.load import find_model
@@ -85,7 +86,9 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
         table = json.loads((path / "config.json").read_text(encoding="utf-8"))
         table["quantization_config"] = _quantisation([name for name, module in model.named_modules() if module is head])
         (writing / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-        _write(writing, _quantised(tensors, linears), shard_bytes)
+        stored = [each for each in checkpoint(path) if each.name in expected]
+        like = ((each.name, torch.empty(each.shape, dtype=each.dtype, device="meta")) for each in stored)
+        _write(writing, _quantised(tensors, linears), dict(_quantised(like, linears)), shard_bytes)
     return target
 
 
@@ -102,32 +105,19 @@ def _quantised(tensors: Iterator[tuple[str, Tensor]], linears: set[str]) -> Iter
         yield f"{linear}.weight_scale", scales.bfloat16()[:, None]
 
 
-def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Write tensors into files of at most so many bytes, with an index."""
+def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: dict[str, Tensor], shard_bytes: int) -> None:
+    """Write tensors into files of at most so many bytes, with an index; `like` has them in their order, on the meta
+    device."""
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    files: list[tuple[list[str], int]] = []
-    waiting: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        whole = {key: each.contiguous() for key, each in waiting.items()}
-        save_file(whole, folder / f"{len(files)}.tmp", {"format": "pt"})
-        files.append((list(waiting), sum(each.nbytes for each in waiting.values())))
-        waiting.clear()
-
-    for key, tensor in tensors:
-        if waiting and sum(each.nbytes for each in waiting.values()) + tensor.nbytes > shard_bytes:
-            flush()
-        waiting[key] = tensor
-    flush()
-    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    names = names if len(files) > 1 else ["model.safetensors"]
-    for number, name in enumerate(names):
-        (folder / f"{number}.tmp").rename(folder / name)
-    if len(files) > 1:
-        places = {key: name for name, (keys, _) in zip(names, files, strict=True) for key in keys}
-        index = {"metadata": {"total_size": sum(size for _, size in files)}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    split, read = split_torch_state_dict_into_shards(like, max_shard_size=shard_bytes), dict[str, Tensor]()
+    for file, names in split.filename_to_tensors.items():
+        while not read.keys() >= set(names):
+            read |= [next(tensors)]
+        save_file({name: read.pop(name).contiguous() for name in names}, folder / file, {"format": "pt"})
+    next(tensors, None)  # raises where one is missing, or has no place
+    write_index(folder, split)
 
 
 def _quantisation(left_out: list[str]) -> dict[str, Any]:

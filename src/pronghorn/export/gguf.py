@@ -75,9 +75,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     config, composite = _language(source)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(f"{source} holds weights in few bits, which are not written as GGUF", "merge it first")
-    family = written_family(config)
-    form = family.gguf
-    assert form is not None
+    family, form = written_family(config)
     if quantisation == "mxfp4" and not form.values(config).get("expert_count"):
         raise ConfigError(f"mxfp4 is of experts, and {config.model_type} has none", "use q8_0 or q4_0")
     note = rope_note(config)
@@ -87,7 +85,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     writer = gguf.GGUFWriter(str(file), form.architecture)
     types = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}
     writer.add_file_type(getattr(gguf.LlamaFileType, types.get(quantisation, f"MOSTLY_{quantisation.upper()}")))
-    _describe(writer, config, family)
+    _describe(writer, config, family, form)
     _describe_tokenizer(writer, tokenizer, config, form, stop_tokens(source, tokenizer))
     experts = form.values(config).get("expert_count")
 
@@ -96,7 +94,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
         named = whole if composite is None else composite.language(whole)
         return (own for stored in named for own in split(stored, config, form))
 
-    _write_tensors(writer, lambda: _tensors(language(), config, family), quantisation)
+    _write_tensors(writer, lambda: _tensors(language(), config, family, form), quantisation)
     return file
 
 
@@ -118,15 +116,15 @@ def gguf_package() -> Any:
     return gguf
 
 
-def written_family(config: Any) -> FamilySpec:
-    """Return the family of a model, and refuse one whose models aren't written as GGUF (UnsupportedError)."""
+def written_family(config: Any) -> tuple[FamilySpec, Gguf]:
+    """Return the family of a model and its form in GGUF files, and refuse one that has none (UnsupportedError)."""
     family = check_config(config)
     if family.gguf is None:
         raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
     unlike = family.gguf.lacks(config)
     if unlike is not None:
         raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF: llama.cpp hasn't it", SERVE)
-    return family
+    return family, family.gguf
 
 
 def left_out(model: Any) -> str | None:
@@ -178,10 +176,8 @@ def _by_llama_cpp(source: str | Path, file: Path, quantisation: str) -> Path:
     return file
 
 
-def _describe(writer: Any, config: Any, family: FamilySpec) -> None:
+def _describe(writer: Any, config: Any, family: FamilySpec, form: Gguf) -> None:
     """Write what the file says of the model's shape."""
-    form = family.gguf
-    assert form is not None
     values = form.values(config)
     if "sliding_window" not in values and _windows(config):
         what = f"{config.model_type} with a window of {config.sliding_window} tokens"
@@ -217,8 +213,7 @@ def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer: the tokenizer's, the checkpoint's and the template's end of a turn."""
     from transformers import GenerationConfig
 
-    form = written_family(_language(source)[0]).gguf
-    assert form is not None
+    _, form = written_family(_language(source)[0])
     own: Any = None
     if (source / "generation_config.json").is_file():
         own = GenerationConfig.from_pretrained(source).eos_token_id
@@ -336,16 +331,15 @@ def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: b
 
 
 def _tensors(
-    source: Iterator[StoredTensor], config: Any, family: FamilySpec
+    source: Iterator[StoredTensor], config: Any, family: FamilySpec, form: Gguf
 ) -> Iterator[tuple[str, StoredTensor | Tensor, Part]]:
     """Yield (the file's name of a tensor, the tensor that it is made of, how)."""
-    assert family.gguf is not None
-    table = name_table(family.gguf.architecture, config.num_hidden_layers)
-    rope = dict(family.gguf.rope(config))
+    table = name_table(form.architecture, config.num_hidden_layers)
+    rope = dict(form.rope(config))
     if rope.get("rope_type") in FACTORED:
         yield "rope_freqs.weight", rope_factors(rope, config), Part()
     for stored in source:
-        for part in parts_of(stored.name, table, config, family):
+        for part in parts_of(stored.name, table, config, family, form):
             if part.name != "output.weight" or not config.tie_word_embeddings:  # then the embeddings are read for it
                 yield part.name, stored, part
 
@@ -368,12 +362,8 @@ def _write_tensors(
         kind = GGMLQuantizationType.F32 if kept or shape[-1] % block else wanted
         kinds.append(kind)
         per_block, size = GGML_QUANT_SIZES[kind]
-        plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(kind)
-        if plain is not None:
-            writer.add_tensor_info(name, shape, np.dtype(plain), math.prod(shape) * np.dtype(plain).itemsize)
-        else:
-            stored_shape = (*shape[:-1], shape[-1] // per_block * size)
-            writer.add_tensor_info(name, stored_shape, np.dtype(np.uint8), math.prod(stored_shape), raw_dtype=kind)
+        stored_bytes = math.prod(shape) // per_block * size
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), stored_bytes, raw_dtype=kind)  # a shape of numbers
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import UnsupportedError
 from pronghorn.export.adapter_layouts import active_adapter
 from pronghorn.export.gguf import gguf_package, written_family
 from pronghorn.export.gguf_tensors import changed, parts_of
-from pronghorn.families.gguf_spec import Part
-from pronghorn.families.spec import FamilySpec, GatedMLP
+from pronghorn.families.gguf_spec import Gguf, Part
+from pronghorn.families.spec import Experts, GatedMLP
 from pronghorn.layers.linears import adapter_of, variant_of
 from pronghorn.loading.gguf import name_table
 from pronghorn.models.adapter_files import changes_base
@@ -48,21 +48,18 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
             apply; names it, and says to merge.
     """
     gguf = gguf_package()
-    if not hasattr(model, "active_peft_config"):
-        raise ConfigError("the model has no adapter", "export it merged")
     name = active_adapter(model)
     config = model.peft_config[name]
     _check(config)
     base, file, alpha = base_causal_lm(model), Path(file), float(config.lora_alpha)
-    family = written_family(base.config)
-    assert family.gguf is not None
-    writer = gguf.GGUFWriter(str(file), family.gguf.architecture)
+    family, form = written_family(base.config)
+    writer = gguf.GGUFWriter(str(file), form.architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
-    table = name_table(family.gguf.architecture, base.config.num_hidden_layers)
+    table = name_table(form.architecture, base.config.num_hidden_layers)
     experts = {*wrappers(model)}
-    for path, own_a, own_b in _experts(base, name, family, experts):
+    for path, own_a, own_b in _experts(base, name, form, family.experts, experts):
         named = table.get_name(path)
         if named is None:
             raise UnsupportedError(f"the adapter of {path} can't be written as GGUF", INSTEAD)
@@ -81,7 +78,9 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
             )
         b: Tensor = adapter.b.detach().float().cpu() * (adapter.scale * len(adapter.a) / alpha)
         a: Tensor = adapter.a.detach().float().cpu()
-        for part in parts_of(f"{path}.weight", table, base.config, family):  # B makes its rows, A reads its columns
+        for part in parts_of(
+            f"{path}.weight", table, base.config, family, form
+        ):  # B makes its rows, A reads its columns
             if part.name == "output.weight" and base.config.tie_word_embeddings:
                 why = "the head is tied, and the base's file has none"
                 raise UnsupportedError(f"the adapter of {path} has no place in llama.cpp: {why}", INSTEAD)
@@ -95,11 +94,9 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
 
 
 def _experts(
-    base: Any, adapter: str, family: FamilySpec, wanted: Collection[Any]
+    base: Any, adapter: str, form: Gguf, kind: Experts, wanted: Collection[Any]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (path of experts' linears, A [E, r, in], B [E, out, r] times scale and r) of all experts' adapters."""
-    form, kind = family.gguf, family.experts
-    assert form is not None
     for path, module in base.named_modules():
         if module not in wanted or adapter not in module.lora_A:
             continue

@@ -23,7 +23,7 @@ MERGE = (
 )
 
 
-def parts_of(name: str, table: Any, config: Any, family: FamilySpec) -> Sequence[Part]:
+def parts_of(name: str, table: Any, config: Any, family: FamilySpec, form: Gguf) -> Sequence[Part]:
     """Return the tensors of the file that a causal LM's becomes, each with its name.
 
     Args:
@@ -32,24 +32,23 @@ def parts_of(name: str, table: Any, config: Any, family: FamilySpec) -> Sequence
     Raises:
         UnsupportedError: it has no name in the file.
     """
-    assert family.gguf is not None
     module, _, leaf = name.rpartition(".")
     named = table.get_name(module)
     own = f"{named}.{leaf}" if named else table.get_name(name) and f"{table.get_name(name)}.weight"
-    parts = family.gguf.parts(name, config)
+    parts = form.parts(name, config)
     if parts is None:
-        parts = [_usual(named or "", config, family)]
+        parts = [_usual(named or "", config, family, form)]
     parts = [replace(part, name=part.name or own or "") for part in parts]
     if not all(part.name for part in parts):
-        raise UnsupportedError(f"{name} has no name in a GGUF file of {family.gguf.architecture}", MERGE)
+        raise UnsupportedError(f"{name} has no name in a GGUF file of {form.architecture}", MERGE)
     return parts
 
 
-def _usual(name: str, config: Any, family: FamilySpec) -> Part:
+def _usual(name: str, config: Any, family: FamilySpec, form: Gguf) -> Part:
     """Return how a tensor is changed where its family says nothing of it, by its name in the file without the leaf."""
     if family.norm_offset and name.endswith("norm"):
         return Part(change=lambda weight: weight + family.norm_offset)
-    if family.gguf is None or not family.gguf.interleaved or not name.endswith(("attn_q", "attn_k")):
+    if not form.interleaved or not name.endswith(("attn_q", "attn_k")):
         return Part()
     # llama.cpp rotates neighbours of a head where transformers rotates halves
     heads, size = config.num_attention_heads if name.endswith("q") else config.num_key_value_heads, head_dim_of(config)

@@ -10,7 +10,6 @@ is an error and leaves no folder behind.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
-from pronghorn.export.folder import refuse_filled, save_tokenizer, whole_folder
+from pronghorn.export.folder import refuse_filled, save_tokenizer, whole_folder, write_index
 from pronghorn.export.licences import copy_licences
 from pronghorn.export.merged_weights import check_merges, dense_weight, merged_bias, merged_experts, merged_linear
 from pronghorn.export.original import Original, composite_of
@@ -29,9 +28,9 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.loading.skeleton import tied_names
 from pronghorn.models.attach import plain_class
 from pronghorn.models.families import base_causal_lm, has_experts
-from pronghorn.models.passes import in_evaluation
+from pronghorn.models.passes import in_evaluation, relative_error
 from pronghorn.parallel.state import refuse_sharded
-from pronghorn.parity.distance import MERGED_LOGITS, relative_error
+from pronghorn.parity.distance import MERGED_LOGITS
 from pronghorn.precision.loader import StoredTensor, load
 
 _ROOM = 2**30
@@ -170,13 +169,7 @@ def write_model(
         }
         save_file(_without_shared_memory(shard), folder / file, metadata={"format": "pt"})
         del shard  # before the next is read
-    if split.is_sharded:
-        index = {
-            "metadata": {"total_parameters": plain.num_parameters() + beside, **split.metadata},
-            "weight_map": split.tensor_to_filename,
-        }
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    write_index(folder, split, total_parameters=plain.num_parameters() + beside)
 
 
 def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
     except NOT_LOADED as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnsupportedError(
-            f"transformers can't load {options.get('gguf_file', name)} ({clip(reason, 300)})",
+            f"transformers can't load {name} ({clip(reason, 300)})",
             "download or copy it again; of a newer family, try a newer transformers",
         ) from error
     except RuntimeError as error:
@@ -69,8 +69,7 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
     lost = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     if lost:
         raise DataError(
-            f"{options.get('gguf_file', name)} lacks {len(lost)} of the model's weights, or has them in other shapes "
-            f"({', '.join(lost[:3])} ...)",
+            f"{name} lacks {len(lost)} of the model's weights, or has them in other shapes ({', '.join(lost[:3])} ...)",
             remedy,
         )
     extra = sorted(key for key in info["unexpected_keys"] if not is_left_out(model, model.config, key))

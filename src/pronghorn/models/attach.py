@@ -328,15 +328,11 @@ def _add_graphs(model: Any, options: AttachOptions) -> BackboneGraphs:
         options.graph == "on",
         functools.partial(_graph_refusal, model, options.backend),
         functools.partial(longest_tiled, model, options.backend),
-        functools.partial(_merge_weights, backbone),
+        backbone.__dict__[LAYERS].merge_weights,
     )
     backbone.__class__ = graphed_class(plain)
     backbone.__dict__[GRAPHS] = graphs
     return graphs
-
-
-def _merge_weights(backbone: Any) -> None:
-    backbone.__dict__[LAYERS].merge_weights()
 
 
 def _graph_refusal(model: Any, attention: Backend) -> str | None:

@@ -42,10 +42,9 @@ class RoutedTokens:
             found += [(name, e, int(counts[e])) for e in wrong.nonzero().flatten().tolist()]
         return found
 
-    def idle(self) -> list[tuple[str, int]]:
-        """List (module, expert) of experts that saw no such token."""
-        names = {module: name for name, module in self.model.named_modules()}
-        return [(names[m], e) for m, counts in self.counts.items() for e, n in enumerate(counts.tolist()) if n == 0]
+    def idle(self) -> int:
+        """Count the experts that saw no such token."""
+        return sum(int((counts == 0).sum()) for counts in self.counts.values())
 
     def tensors(self) -> Iterator[tuple[str, Tensor, nn.Module]]:
         """Yield (name, tensor, experts module) of each trained tensor of counted experts."""

@@ -119,11 +119,7 @@ def add_lora(
     names = [name for name, _ in model.named_modules()]
     if has_experts(base_causal_lm(model).config) and {*targets} == {*own, *DENSE_MLP}:
         targets = [target for target in targets if _named(target, names)]  # a dense model's list, as scripts have it
-    _check_targets(targets, names, bool(target_parameters), own, end_names(base_causal_lm(model)))
-    if isinstance(targets, str):
-        found = [(name, name) for name in names if targets != "all-linear" and re.fullmatch(targets, name)]
-    else:
-        found = [(target, name) for target in targets for name in _named(target, names)]
+    found = _targeted(model, targets, bool(target_parameters), own)
     if module := next((target for target, name in found if not _adaptable(model, name)), None):
         raise ConfigError(f"target module {module!r} is not a linear", f"use some of {', '.join(own)}")
     _check_target_parameters(model, target_parameters or (), lora_dropout, use_dora)
@@ -136,7 +132,7 @@ def add_lora(
             f"use a rank from 1 to {most}",
         )
     check_whole_modules(model, modules_to_save or ())
-    _check_adapted_or_whole(model, targets, target_parameters or (), modules_to_save or ())
+    _check_adapted_or_whole(model, [name for _, name in found], target_parameters or (), modules_to_save or ())
     copied = {name.rsplit(".", 1)[-1] for name in whole_modules(model, modules_to_save or ())}
     ends = not copied.isdisjoint(end_names(base_causal_lm(model)))
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
@@ -268,15 +264,21 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
                 )
 
 
-def _check_targets(
-    targets: str | list[str], names: Sequence[str], or_parameters: bool, own: Sequence[str], ends: Sequence[str]
-) -> None:
-    """Refuse a name that matches nothing, which PEFT passes over if another does; a string is a regular expression."""
-    some = f"use some of {', '.join(own)}"
-    if targets == "all-linear" or (not targets and or_parameters):
-        return
-    if not targets:
+def _targeted(model: Any, targets: str | list[str], or_parameters: bool, own: Sequence[str]) -> list[tuple[str, str]]:
+    """List (target, module) of all that PEFT would adapt; a string is a regular expression, and each module its target.
+
+    Raises:
+        ConfigError: a target matches nothing, which PEFT passes over if another does.
+        UnsupportedError: the head or the embeddings are among them.
+    """
+    some, ends = f"use some of {', '.join(own)}", end_names(base_causal_lm(model))
+    if targets == "all-linear":
+        linears = set(all_linears(model))
+        named = [name for name, module in model.named_modules() if module in linears]
+        return [(targets, name) for name in named if name.rsplit(".", 1)[-1] not in ends]
+    if not targets and not or_parameters:
         raise ConfigError("target_modules names no module", some)
+    names, pairs = [name for name, _ in model.named_modules()], list[tuple[str, str]]()
     for target in [targets] if isinstance(targets, str) else targets:
         if target.rsplit(".", 1)[-1] in ends:
             found = [target]
@@ -295,19 +297,18 @@ def _check_targets(
             )
         if not found:
             raise ConfigError(f"target module {target!r} is not in the model", some)
+        pairs += [(name if isinstance(targets, str) else target, name) for name in found]
+    return pairs
 
 
-def _check_adapted_or_whole(
-    model: Any, targets: str | list[str], parameters: Sequence[str], whole: Sequence[str]
-) -> None:
-    """Refuse adapters of experts that are trained whole, and targets that all are.
+def _check_adapted_or_whole(model: Any, found: list[str], parameters: Sequence[str], whole: Sequence[str]) -> None:
+    """Refuse adapters of experts that are trained whole, and targets, `found` by their names, that all are.
 
     PEFT saves such experts' adapters so that it can't load them again. It passes over linears that are trained whole,
     and fails where no other is left.
     """
     if not whole:
         return
-    names = [name for name, _ in model.named_modules()]
     roots = {f"{name}.": module for module in whole for name in whole_modules(model, [module])}
     for parameter in parameters:
         for name in _named(parameter, weight_names(model)):
@@ -317,14 +318,6 @@ def _check_adapted_or_whole(
                     f"target parameter {parameter!r} lies in modules_to_save {module!r}, which trains it whole",
                     "name it in one of the two",
                 )
-    if targets == "all-linear":
-        ends, linears = end_names(base_causal_lm(model)), set(all_linears(model))
-        named = [name for name, module in model.named_modules() if module in linears]
-        found = [name for name in named if name.rsplit(".", 1)[-1] not in ends]
-    elif isinstance(targets, str):
-        found = [name for name in names if re.fullmatch(targets, name)]
-    else:
-        found = [name for target in targets for name in _named(target, names)]
     if found and not parameters and all(f"{name}.".startswith(tuple(roots)) for name in found):
         raise ConfigError(
             f"modules_to_save {', '.join(sorted(set(roots.values())))} trains all of target_modules whole: "
@@ -384,7 +377,7 @@ def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float,
     """Refuse a name that matches nothing, which PEFT passes over if another does."""
     names = weight_names(model)
     for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in names):
+        if not _named(target, names):
             ends = (name.split(".")[-3:] for name in names)
             known = sorted({".".join(part for part in end if not part.isdecimal()) for end in ends})
             raise ConfigError(

@@ -68,14 +68,15 @@ class _Product:
     def output(self, index: int, x: Tensor) -> Tensor:
         """Return the output of one linear."""
         if self._x is not x or index not in self._outputs:
-            wide = x.to(products_dtype(x))
-            if Numbers.INT8 in self._rule:
-                outputs = _MultiplyRotated.apply(wide.flatten(0, -2), self._own(), self._whole())
-                if self._own() is None:
-                    outputs = outputs[0].split([linear.out_features for linear in self._linears], 1)
+            wide, integers = x.to(products_dtype(x)), Numbers.INT8 in self._rule
+            if integers:
+                weights = [whole_weight([linear.weight for linear in self._linears])]
             else:
                 weights = [part for pair in quantised_weights(self._linears) for part in pair]
-                outputs = _Multiply.apply(wide.flatten(0, -2), self._own(), *weights)
+            own = self._linears if self._rule.forward is Numbers.DTYPE else None  # they multiply x themselves
+            outputs = _Multiply.apply(wide.flatten(0, -2), own, integers, *weights)
+            if integers and own is None:
+                outputs = outputs[0].split([linear.out_features for linear in self._linears], 1)
             self._x, self._outputs = x, dict(enumerate(outputs))
         y = self._outputs.pop(index)
         if not self._outputs:
@@ -83,23 +84,22 @@ class _Product:
         y, bias = y.view(*x.shape[:-1], -1), self._linears[index].bias
         return y if bias is None or self._rule.forward is Numbers.DTYPE else y + bias.to(y.dtype)
 
-    def _whole(self) -> Tensor:
-        return whole_weight([linear.weight for linear in self._linears])
-
-    def _own(self) -> Sequence[Any] | None:
-        """Return the linears if they multiply their input themselves."""
-        return self._linears if self._rule.forward is Numbers.DTYPE else None
-
 
 class _Multiply(torch.autograd.Function):
-    """(x [T, K], linears that multiply x themselves or None, codes [N_i, K] and scales [N_i] of each weight) →
-    y_i [T, N_i] of each; with the bias where a linear gives it."""
+    """(x [T, K], linears that multiply x themselves or None, whether in integers, weights) → y_i [T, N_i] of each, with
+    the bias where a linear gives it; in integers y [T, N] of all without a bias.
+
+    Weights are codes [N_i, K] and scales [N_i] of each, in integers W [N, K] of all.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, own: Sequence[Any] | None, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, own: Sequence[Any] | None, integers: bool, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*weights)
+        ctx.integers = integers
         if own is not None:
             return tuple(type(linear).forward(linear, x) for linear in own)
+        if integers:
+            return (multiplied_rotated(x, *weights),)
         operand = dequantised(x)
         with torch.autocast(x.device.type, enabled=False):
             pairs = zip(weights[::2], weights[1::2], strict=True)
@@ -107,28 +107,14 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        weights = ctx.saved_tensors
-        with torch.autocast(dys[0].device.type, enabled=False):
-            dy, codes, scales = torch.cat(dys, 1), torch.cat(weights[::2]), torch.cat(weights[1::2])
-            dx = dequantised(dy, scales) @ codes.float()
-        return dx.to(dy.dtype), None, *[None] * len(weights)
-
-
-class _MultiplyRotated(torch.autograd.Function):
-    """(x [T, K], linears that multiply x themselves or None, W [N, K] of all) → y_i [T, N_i] of each, or y [T, N] of
-    all without a bias."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, own: Sequence[Any] | None, weight: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(weight)
-        if own is not None:
-            return tuple(type(linear).forward(linear, x) for linear in own)
-        return (multiplied_rotated(x, weight),)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        [weight] = ctx.saved_tensors
-        return multiplied_rotated(torch.cat(dys, 1), weight.t().contiguous()), None, None
+        weights, dy = ctx.saved_tensors, torch.cat(dys, 1)
+        if ctx.integers:
+            dx = multiplied_rotated(dy, weights[0].t().contiguous())
+        else:
+            with torch.autocast(dy.device.type, enabled=False):
+                codes, scales = torch.cat(weights[::2]), torch.cat(weights[1::2])
+                dx = (dequantised(dy, scales) @ codes.float()).to(dy.dtype)
+        return dx, None, None, *[None] * len(weights)
 
 
 def multiplied_rotated(x: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:

@@ -108,7 +108,8 @@ def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
     quantised = [(m, m.compute_dtype) for m in model.modules() if hasattr(m, "compute_dtype")]
     precision = torch.get_float32_matmul_precision()
     known = layers, embedding, norm
-    others = {name: child for name, child in backbone.named_children() if child not in known and _weighs(child)}
+    beside = ((name, child) for name, child in backbone.named_children() if child not in known)
+    others = {name: child for name, child in beside if any(True for _ in child.parameters())}
     parts = [UpcastPart(part) for part in (*plain, embedding, norm, head, *others.values())]
 
     def place(
@@ -144,10 +145,6 @@ def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
         for module, dtype in quantised:
             module.compute_dtype = dtype
         torch.set_float32_matmul_precision(precision)
-
-
-def _weighs(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def without_dropout(model: nn.Module) -> None:

@@ -198,12 +198,12 @@ def _choose_length(draft: Draft, seen: Inspection, most: int) -> None:
     while row < longest:
         row *= 2
     row = min(row, most)
-    cut = seen.prepared.truncated  # at the most that was looked at
+    cut = seen.prepared.fitted.truncated  # at the most that was looked at
     most_tokens = f"more than {longest:,}" if cut else f"{longest:,} at most"
     lengths = f"{counted(len(seen.lengths), 'document')} of {median:,} tokens in the median, {most_tokens}"
     draft.put("model.max_seq_length", row, f"tokens of a packed row; {lengths}")
     formats = ", ".join(dict.fromkeys(count.format for count in seen.prepared.counts))
-    draft.put("data.train", draft.recipe["data"]["train"], f"{counted(seen.rows, 'row')} ({formats})")
+    draft.put("data.train", draft.recipe["data"]["train"], f"{counted(seen.prepared.rows, 'row')} ({formats})")
     if longer := max(cut, sum(length > row for length in seen.lengths)):
         share = longer / len(seen.lengths)
         draft.put("data.overflow", "split", f"{share:.1%} are longer than a row: in pieces, no label is lost")

@@ -111,15 +111,13 @@ def prepare(
             f"the assistant doesn't say: "
             f"{done[recipe.data.control_tokens]} (data.control_tokens: {recipe.data.control_tokens})"
         )
-    if prepared.split:
-        console.print(
-            f"{counted(prepared.split, 'document')} split; {counted(prepared.dropped_pieces, 'piece')} without a label "
-            "dropped"
-        )
-    if prepared.dropped or prepared.truncated:
+    if (fitted := prepared.fitted).split:
+        pieces = f"{counted(fitted.dropped_pieces, 'piece')} without a label dropped"
+        console.print(f"{counted(fitted.split, 'document')} split; {pieces}")
+    if prepared.dropped or fitted.truncated:
         loud = max(prepared.dropped_share, prepared.cut_share) > MUCH
         shares = prepared.dropped_share, prepared.cut_share
-        lost = f"data.{split}: {lost_documents(prepared.dropped, shares[0], prepared.truncated, shares[1])}"
+        lost = f"data.{split}: {lost_documents(prepared.dropped, shares[0], fitted.truncated, shares[1])}"
         hint = ": see why with `pronghorn data inspect`" if loud else ""
         console.print(f"{lost}{hint}", style="yellow" if loud else None)
     return prepared

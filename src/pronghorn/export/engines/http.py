@@ -52,17 +52,24 @@ class Server:
 
     def get(self, path: str) -> Any:
         """Return the JSON of a path."""
-        return self._json(path, None)
+        return self.post(path, None)
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Send JSON and return JSON.
+    def post(self, path: str, body: dict[str, Any] | None) -> Any:
+        """Send JSON (None: ask for the path alone) and return JSON.
 
         Raises:
             NotServed: the server doesn't know the path.
             Refused: the server refuses the body (400, 422), with its own words.
             ServerError: anything else that went wrong.
         """
-        return self._json(path, body)
+        with self._open(path, body) as response:
+            data = response.read(MOST_BYTES + 1)
+            kind = response.headers.get_content_type()
+        if len(data) > MOST_BYTES:
+            raise ServerError(
+                f"{self.url}{path} answers with more than {MOST_BYTES:,} bytes", "is it the right server?"
+            )
+        return self._parsed(path, data.decode("utf-8", "replace"), kind)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
         """Send JSON and yield the events of the answer, each JSON; the whole answer where it is not a stream.
@@ -81,16 +88,6 @@ class Server:
                 if data.startswith("data:"):
                     yield self._parsed(path, data.removeprefix("data:"), "")
         raise ServerError(f"{self.url}{path} ended in the middle of an answer", "look at the server's log")
-
-    def _json(self, path: str, body: dict[str, Any] | None) -> Any:
-        with self._open(path, body) as response:
-            data = response.read(MOST_BYTES + 1)
-            kind = response.headers.get_content_type()
-        if len(data) > MOST_BYTES:
-            raise ServerError(
-                f"{self.url}{path} answers with more than {MOST_BYTES:,} bytes", "is it the right server?"
-            )
-        return self._parsed(path, data.decode("utf-8", "replace"), kind)
 
     def _parsed(self, path: str, text: str, kind: str) -> Any:
         try:

@@ -29,6 +29,7 @@ class TransformersEngine:
         """A copy in other numbers; False where there can't be one."""
         self.stops = frozenset(stop_tokens(model, tokenizer))
         self.positions: int | None = getattr(model.config, "max_position_embeddings", None)
+        """The longest text, or None without a limit."""
 
     def tokenize(self, conversation: Conversation) -> list[int]:
         """Render a conversation as training did.
