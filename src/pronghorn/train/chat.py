@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,35 +53,21 @@ class ChatSession:
             DataError: the conversation leaves no position of the model for an answer.
         """
         turns = {}
-        for side in self.models:
+        how = self.max_new_tokens, self.system, self.temperature, self.control_tokens, self.reasons
+        for side, model in self.models.items():
             turns[side] = [{"role": "user", "content": text}]
-            reply = self._reply(side, [*self.histories[side], *turns[side]])
+            with self._side(side):
+                reply = answer(model, self.tokenizer, [*self.histories[side], *turns[side]], *how)
             turns[side].append({"role": "assistant", "content": reply})
             yield side, reply
         for side, turn in turns.items():
             self.histories[side] += turn
 
-    def _reply(self, side: str, history: list[dict[str, str]]) -> str:
-        """Return one side's reply to a conversation."""
+    def _side(self, side: str) -> Any:
+        """Return what switches the adapter off for the base's side where both share a model."""
         model = self.models[side]
-        with self._side(side, model):
-            return answer(
-                model,
-                self.tokenizer,
-                history,
-                self.max_new_tokens,
-                self.system,
-                self.temperature,
-                self.control_tokens,
-                self.reasons,
-            )
-
-    @contextmanager
-    def _side(self, side: str, model: Any) -> Iterator[None]:
-        """Switch the adapter off for the base's side where both share a model."""
         off = side == "base" and model is self.models.get("trained")
-        with model.disable_adapter() if off else nullcontext():
-            yield
+        return model.disable_adapter() if off else nullcontext()
 
 
 @dataclass
