@@ -88,9 +88,9 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
 
 def _check_eos(name: str, row: dict[str, Any], formats: bool, tokenizer: Any, args: Any) -> None:
     """Refuse texts, and prompts with completions, that nothing would end."""
-    turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
     named = getattr(getattr(tokenizer, "tokenizer", tokenizer), "eos_token", args.eos_token) or args.eos_token
-    if tokenizer is not None and named is None and (formats or not turns or args.dataset_text_field in row):
+    has_texts = formats or not prepared_rows.has_turns(row) or args.dataset_text_field in row
+    if tokenizer is not None and named is None and has_texts:
         raise ConfigError(
             f"{name} has texts, and the tokenizer no EOS token to end them with",
             "set tokenizer.eos_token, or eos_token in SFTConfig, to the token that ends the model's answers",
@@ -154,7 +154,7 @@ def _check_nulls(name: str, dataset: Any, row: dict[str, Any], columns: set[str]
 
 def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) -> None:
     """Refuse rows that TRL makes no documents of, and conversations without a chat template."""
-    turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
+    turns = prepared_rows.has_turns(row)
     if turns and text not in row and tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             f"{name} has conversations, and the tokenizer no chat template",

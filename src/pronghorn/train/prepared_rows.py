@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute
-import trl.chat_template_utils
 from datasets import Dataset, IterableDataset
+from trl.chat_template_utils import get_training_chat_template
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX
@@ -86,6 +86,11 @@ def _formatted(row: dict[str, Any], index: int, function: Callable[[Any], Any], 
     return {to: text}
 
 
+def has_turns(row: dict[str, Any]) -> bool:
+    """Tell whether a row is a conversation to TRL."""
+    return bool({"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list))
+
+
 def check_unpacked(name: str, row: dict[str, Any], packing: bool) -> None:
     """Refuse packed rows that would be taken for documents; those with our `lengths` are trained as they are unless
     they are to be packed again."""
@@ -107,18 +112,15 @@ def check_assistant_only(row: dict[str, Any], formats: bool, tokenizer: Any, arg
         tokenizer: the trainer's, or None for the model's own.
         args: the trainer's arguments.
     """
-    turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
-    if formats or not turns:
+    if formats or not has_turns(row):
         raise ConfigError(
             f"assistant_only_loss, and {'formatting_func makes texts' if formats else 'rows are no conversations'}",
             "give rows of messages; of rows of prompt and completion the completions alone are trained anyway",
         )
     if tokenizer is None or args.chat_template_path or not getattr(tokenizer, "chat_template", None):
         return
-    marked = getattr(trl.chat_template_utils, "get_training_chat_template", None)  # TRL's own error else, if it moves
     try:
-        if marked is not None:
-            marked(tokenizer)
+        get_training_chat_template(tokenizer)
     except ValueError as error:
         raise ConfigError(
             "assistant_only_loss, and the chat template doesn't mark the assistant's turns by {% generation %}",
