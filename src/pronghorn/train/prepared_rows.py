@@ -133,13 +133,12 @@ def supervised(name: str, documents: Dataset) -> Dataset:
     """Return the tokenised documents less those of which no token is trained; a document's first one never is."""
     kept: list[bool] = []
     for table in documents.select_columns("labels").with_format("arrow").iter(batch_size=10_000):
-        lengths = pyarrow.compute.list_value_length(table["labels"])
+        rows = pyarrow.compute.list_parent_indices(table["labels"]).to_numpy()  # of each token
         trained = pyarrow.compute.list_flatten(table["labels"]).to_numpy() != IGNORE_INDEX
-        before = np.concatenate([[0], np.cumsum(trained)])  # trained tokens before each one
-        ends = np.cumsum(pyarrow.compute.fill_null(lengths, 0).to_numpy())
-        seconds = np.minimum(np.concatenate([[0], ends[:-1]]) + 1, ends)
-        # those without a list of labels stay, to be refused
-        kept += ((before[ends] > before[seconds]) | lengths.is_null().to_numpy()).tolist()
+        trained &= np.diff(rows, prepend=-1) == 0  # but for first ones
+        stays = table["labels"].is_null().to_numpy()  # those without a list of labels stay, to be refused
+        stays[rows[trained]] = True
+        kept += stays.tolist()
     if all(kept):
         return documents
     count = len(kept) - sum(kept)
