@@ -131,7 +131,7 @@ class GradientWatch(TrainerCallback):
         (names, flags), self._observed = self._observed, None
         optimizer: Any = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         scaled = getattr(kwargs["optimizer"], "scaler", None) is not None
-        host, event = _to_host(flags)
+        host, event = to_host(flags)
         moves = any(float(group["lr"]) > 0 for group in optimizer.param_groups)
         self._pending = _Pending(names, host, event, scaled, moves, state.global_step + 1)
         if event is None:
@@ -234,12 +234,12 @@ def _written(gradients: list[Any]) -> dict[int, int]:
     return {id(gradient): gradient._version for gradient in gradients}
 
 
-def _to_host(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Start copying to the host; the event says when it is there (None: it is)."""
-    if flags.device.type != "cuda":
-        return flags, None
-    host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
-    host.copy_(flags, non_blocking=True)
+    if values.device.type != "cuda":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    host.copy_(values, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
     return host, event
