@@ -90,18 +90,18 @@ class OomRetry:
         self, on_retry: Callable[[OutOfMemory], None], tighter: Callable[[Plan], Plan | None] = tighten
     ) -> None:
         self._on_retry, self._tighter = on_retry, tighter
-        self.begin()
+        self.begin(waits_for_others=processes() > 1)
 
-    def begin(self, waits_for_others: bool | None = None) -> None:
+    def begin(self, waits_for_others: bool) -> None:
         """Begin a training.
 
         Args:
             waits_for_others: the backward averages gradients with other processes, so that none can repeat it by
-                itself; by default where there are several.
+                itself.
         """
         self._survived, self._before = 0, _survived()
         self._restarts = restarts()
-        self._alone = not (processes() > 1 if waits_for_others is None else waits_for_others)
+        self._alone = not waits_for_others
         self._window: list[tuple[Any, _RandomState]] = []
         self._devices: list[torch.device] | None = None
 
