@@ -117,14 +117,11 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
     if is_export(folder):
         return _load_export(folder, trust_remote_code, **options)
     recipe = recipe_of(folder)
-    if recipe.model.trust_remote_code and not trust_remote_code:
-        raise ConfigError(
-            f"the run in {folder} ran Python code that came with {recipe.model.name}", "allow it: --trust-remote-code"
-        )
-    if recipe.model.plugins and not trust_remote_code:
-        raise ConfigError(
-            f"the run in {folder} imported {', '.join(recipe.model.plugins)}", "allow it: --trust-remote-code"
-        )
+    code = f"imported {', '.join(recipe.model.plugins)}" if recipe.model.plugins else ""
+    if recipe.model.trust_remote_code:
+        code = f"ran Python code that came with {recipe.model.name}"
+    if code and not trust_remote_code:
+        raise ConfigError(f"the run in {folder} {code}", "allow it: --trust-remote-code")
     lora = recipe.adapter.method == "lora"
     path = folder / ("adapter" if lora else "model")
     if not path.is_dir():
