@@ -304,8 +304,7 @@ class SFTTrainer(EvaluatingTrainer):
         """Log, with a loss, what `StepCounters` counted since the last one; and of the training so far the steps that
         loss scaling skipped, with the scale there is now, and on a GPU the most memory."""
         if "loss" in logs:
-            logs |= self._counted.take(self.args.device, self.aux_loss_enabled)
-            logs["skipped_steps"] = self._watch.skipped
+            logs |= self._counted.take(self.args.device, self.aux_loss_enabled) | {"skipped_steps": self._watch.skipped}
             if self.accelerator.scaler is not None:
                 logs["loss_scale"] = self.accelerator.scaler.get_scale()
             if self.args.device.type == "cuda":
