@@ -4,6 +4,7 @@ Every refusal of Pronghorn is one of these. Each is also the builtin exception a
 bad input, `NotImplementedError` for what is not built yet), so plain `except ValueError` code keeps working.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -17,6 +18,13 @@ class PronghornError(Exception):
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (self.problem, self.remedy)  # so that it gets out of a worker process
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, then the one that it comes from or was raised while handling, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class ConfigError(PronghornError, ValueError):

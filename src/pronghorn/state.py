@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from pronghorn.errors import ConfigError, DataError
+from pronghorn.errors import ConfigError, DataError, causes
 
 MANIFEST = "manifest.json"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -188,11 +188,9 @@ def is_temporary(path: Path) -> bool:
 
 def is_full(error: BaseException | None) -> bool:
     """Tell whether a full disk, or a quota, raised an error or one that it comes from."""
-    while error is not None:
-        if getattr(error, "errno", None) in FULL or any(text in str(error) for text in _NO_ROOM):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        getattr(each, "errno", None) in FULL or any(text in str(each) for text in _NO_ROOM) for each in causes(error)
+    )
 
 
 def remedy_of(error: OSError, otherwise: str) -> str:

@@ -168,9 +168,9 @@ def test_the_base_is_the_base(adapter: dict[str, Any], stories: Path, tmp_path: 
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         expected = fresh.eval()(input_ids=ids).logits
-        with session._side("base", session.models["base"]):
+        with session._side("base"):
             assert torch.equal(session.models["base"](input_ids=ids).logits[..., :512], expected)
-        with session._side("trained", session.models["trained"]):
+        with session._side("trained"):
             assert not torch.allclose(session.models["trained"](input_ids=ids).logits[..., :512], expected, atol=1e-3)
 
 
@@ -247,7 +247,7 @@ def test_a_piped_question_that_can_not_be_served_fails_at_a_terminal_too(
 
 def test_what_commands_a_terminal_is_not_shown(short_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = load_chat(short_run, max_new_tokens=4)
-    monkeypatch.setattr(session, "_reply", lambda side, history: "a\x1b]0;title\x07\x9b2J [b]\n\tc")
+    monkeypatch.setattr("pronghorn.train.chat.answer", lambda *_: "a\x1b]0;title\x07\x9b2J [b]\n\tc")
     for width in (80, 120):
         console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
         asked = iter(["Who?", "/quit"])

@@ -28,14 +28,15 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stream", "quiet", "shown"), [(Terminal, False, True), (Terminal, True, False), (io.StringIO, False, False)]
+    ("stream", "rank", "shown"), [(Terminal, "0", True), (Terminal, "1", False), (io.StringIO, "0", False)]
 )
 def test_a_command_shows_on_a_terminal_that_it_has_begun(
-    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], quiet: bool, shown: bool
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], rank: str, shown: bool
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(sys, "stderr", written := stream())
-    with starting(quiet):
+    with starting():
         pass
     assert ("loading libraries" in written.getvalue()) is shown
     assert shown or not written.getvalue().strip()

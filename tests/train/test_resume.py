@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -349,8 +350,8 @@ def test_two_runs_in_one_folder(make: Make, unfinished: Path, monkeypatch: Any) 
 
 
 def test_killed_before_the_journal(make: Make, tmp_path: Path) -> None:
-    with lock_folder(tmp_path / "run"):
-        pass
+    with ExitStack() as locked:
+        lock_folder(tmp_path / "run", locked)
     assert (tmp_path / "run/.lock").exists() and len(run(make("run"), QUIET).steps) == 12
 
 

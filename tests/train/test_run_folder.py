@@ -9,6 +9,7 @@ import pty
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -366,8 +367,8 @@ def test_planted_links_are_not_followed(make: Make, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     (victim / "checkpoint-1").mkdir(parents=True)
     (victim / "keep").write_text("keep")
-    with lock_folder(tmp_path / "run"):
-        pass
+    with ExitStack() as locked:
+        lock_folder(tmp_path / "run", locked)
     for name in (".report.html.writing", ".run.json.unfinished", ".journal.json.unfinished"):
         (tmp_path / "run" / name).symlink_to(victim / "keep")
     for name in (".unfinished", ".adapter.writing", ".adapter.old"):

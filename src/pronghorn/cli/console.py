@@ -13,6 +13,7 @@ from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
+from pronghorn.environment import main_process
 from pronghorn.text import visible
 
 
@@ -67,10 +68,7 @@ class Console(rich.console.Console):
         return text if self.encoding == "utf-8" else text.encode(self.encoding, "replace").decode(self.encoding)
 
 
-def starting(quiet: bool = False) -> Status:
-    """Show in a terminal that a command has begun, while it imports libraries for some seconds.
-
-    Args:
-        quiet: show nothing, as all processes but the first do.
-    """
-    return Console(stderr=True, quiet=quiet).status("loading libraries")
+def starting() -> Status:
+    """Show in a terminal that a command has begun, while it imports libraries for some seconds. Of several processes
+    the first one does."""
+    return Console(stderr=True, quiet=not main_process()).status("loading libraries")

@@ -19,7 +19,7 @@ from pronghorn.cli.console import Console
 from pronghorn.cli.options import Debug
 from pronghorn.cli.processes import leave_error
 from pronghorn.environment import check_distributed
-from pronghorn.errors import PronghornError, RunStopped
+from pronghorn.errors import PronghornError, RunStopped, causes
 from pronghorn.state import is_full
 from pronghorn.text import clip
 
@@ -124,21 +124,17 @@ def _short_of(error: BaseException | None) -> str | None:
         return DISK
     if _lacks_files(error):
         return FILES
-    while error is not None:
-        if "can't start new thread" in str(error):
+    for each in causes(error):
+        if "can't start new thread" in str(each):
             return THREADS
-        if (
-            isinstance(error, MemoryError)
-            or getattr(error, "errno", None) == errno.ENOMEM
-            or any(text in str(error) for text in _NO_ROOM)
-        ):
+        no_room = getattr(each, "errno", None) == errno.ENOMEM or any(text in str(each) for text in _NO_ROOM)
+        if isinstance(each, MemoryError) or no_room:
             return MEMORY
-        if isinstance(error, RuntimeError):
+        if isinstance(each, RuntimeError):
             from pronghorn.device import is_out_of_memory
 
-            if is_out_of_memory(error):
+            if is_out_of_memory(each):
                 return MEMORY
-        error = error.__cause__ or error.__context__
     return None
 
 
@@ -164,11 +160,8 @@ def _failed(error: Exception) -> PronghornError:
 
 def _lacks_files(error: BaseException | None) -> bool:
     """Tell whether too many open files raised an error or one that it comes from."""
-    while error is not None:
-        if getattr(error, "errno", None) in _TOO_MANY or os.strerror(errno.EMFILE) in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    too_many = os.strerror(errno.EMFILE)
+    return any(getattr(each, "errno", None) in _TOO_MANY or too_many in str(each) for each in causes(error))
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -27,7 +27,7 @@ SCRIPT = """\
 # Two minutes before the time is over Slurm sends SIGTERM: a checkpoint is saved. Submitted again, the same script goes
 # on from it. Add your cluster's own lines (partition, account, modules) here.
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export OMP_NUM_THREADS={threads}
+export OMP_NUM_THREADS=8
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110  # seconds that torchrun waits for that checkpoint
 exec srun --kill-on-bad-exit=1 torchrun --nnodes={nodes} --nproc-per-node={gpus} --max-restarts=0 \\
   --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:29500" \\
@@ -74,7 +74,7 @@ def launch(
     machines = nodes or settings.launch.nodes
     share_of_step(settings, count * machines)  # refused here, before it waits in a queue
     arguments = shlex.join([str(recipe), *(overrides or [])])
-    text = SCRIPT.format(name=_job_name(recipe), nodes=machines, gpus=count, time=time, threads=8, arguments=arguments)
+    text = SCRIPT.format(name=_job_name(recipe), nodes=machines, gpus=count, time=time, arguments=arguments)
     if not (path.is_file() and path.read_bytes() == text.encode()):
         write_new(path, text, "it has other lines: name another file by --output, or move it")
     console = Console(highlight=False)

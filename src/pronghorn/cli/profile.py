@@ -51,12 +51,12 @@ def profile(
     from pronghorn.records.page import check_page, check_writable
 
     other = None if against is None else read_profile(against)
-    if json is not None and json.exists():
-        read_profile(json)  # what isn't ours is not written over
     if json is not None:
+        if json.exists():
+            read_profile(json)  # what isn't ours is not written over
         check_writable(json)
     check_page(html)
-    with starting(quiet=not main_process()):
+    with starting():
         from pronghorn.diagnose.profile import profile as record
         from pronghorn.diagnose.profile_report import show, write_report
 

@@ -72,7 +72,7 @@ def train(
             given = {"--allow": allow, "--allow-older": allow_older, "--overwrite": overwrite, "--paths": paths}
             flags = [name for name, on in (given | {"--debug": debug}).items() if on]
             raise typer.Exit(start(choice.gpus, ["train", str(recipe), *changes, *flags]))
-    with starting(quiet=not main_process()):
+    with starting():
         from pronghorn.train.run import run
 
     with leaving_group():

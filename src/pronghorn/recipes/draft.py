@@ -65,7 +65,7 @@ class Draft:
         for name, value in list(self.given.items()):
             if value is False and name in unless:
                 self.lost[name] = f"false: {lost[name]}"
-            elif name in needless or value is None or value is False or value in ("none", "no", [], {}):
+            elif name in needless or value is False or value in ("none", "no", [], {}):
                 self.needless[name] = needless.get(name, "it asks for nothing")
             else:
                 self.lost[name] = lost.get(name) or NO_KEYS.get(name, "no equivalent: leave it out")

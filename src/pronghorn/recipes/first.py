@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pronghorn.config.recipe import Recipe
 from pronghorn.config.sections import Format
+from pronghorn.data.cache import Progress
 from pronghorn.data.files import READERS, read_file
 from pronghorn.data.formats import PROVENANCE, columns_to_write, likely_columns, turns_column
 from pronghorn.data.template import BUILT_IN, NoTemplateError, special_tokens
@@ -21,9 +22,6 @@ from pronghorn.memory.estimate import GIB
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.recipes.draft import Draft
 from pronghorn.text import counted, duration
-
-if TYPE_CHECKING:
-    from pronghorn.data.cache import Progress
 
 Task = Literal["sft", "pretrain"]
 Method = Literal["lora", "qlora", "full"]

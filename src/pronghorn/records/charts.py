@@ -102,7 +102,7 @@ def losses_chart(records: Sequence[RunRecord]) -> str:
 
     def draw(axes: Axes) -> None:
         for number, record in enumerate(records):
-            colour = RUNS[number % len(RUNS)]
+            colour = RUNS[number]
             steps, losses = [step["step"] for step in record.steps], [step["loss"] for step in record.steps]
             axes.plot(steps, smoothed(losses), color=colour, linewidth=2, label=str(number + 1))
             after = record.heldout["after"]

@@ -14,13 +14,8 @@ from pronghorn.models.generic import PACKING
 def settle(trainer: Any) -> None:
     """Switch the auxiliary loss off of a model without routers, which TRL asks for it."""
     config = base_causal_lm(trainer.model).config
-    if getattr(trainer, "aux_loss_enabled", False) and not balances_experts(config, asked=True):
+    if trainer.aux_loss_enabled and not balances_experts(config, asked=True):
         trainer.aux_loss_enabled = config.output_router_logits = False
-
-
-def is_on(trainer: Any) -> bool:
-    """Tell whether TRL switched the auxiliary loss on."""
-    return bool(getattr(trainer, "aux_loss_enabled", False))
 
 
 def alone(outputs: Any, model: Any, packed: PackedBatch | None, num_items: Tensor | int | None) -> Tensor | None:

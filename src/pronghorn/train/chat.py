@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,35 +53,21 @@ class ChatSession:
             DataError: the conversation leaves no position of the model for an answer.
         """
         turns = {}
-        for side in self.models:
+        how = self.max_new_tokens, self.system, self.temperature, self.control_tokens, self.reasons
+        for side, model in self.models.items():
             turns[side] = [{"role": "user", "content": text}]
-            reply = self._reply(side, [*self.histories[side], *turns[side]])
+            with self._side(side):
+                reply = answer(model, self.tokenizer, [*self.histories[side], *turns[side]], *how)
             turns[side].append({"role": "assistant", "content": reply})
             yield side, reply
         for side, turn in turns.items():
             self.histories[side] += turn
 
-    def _reply(self, side: str, history: list[dict[str, str]]) -> str:
-        """Return one side's reply to a conversation."""
+    def _side(self, side: str) -> Any:
+        """Return what switches the adapter off for the base's side where both share a model."""
         model = self.models[side]
-        with self._side(side, model):
-            return answer(
-                model,
-                self.tokenizer,
-                history,
-                self.max_new_tokens,
-                self.system,
-                self.temperature,
-                self.control_tokens,
-                self.reasons,
-            )
-
-    @contextmanager
-    def _side(self, side: str, model: Any) -> Iterator[None]:
-        """Switch the adapter off for the base's side where both share a model."""
         off = side == "base" and model is self.models.get("trained")
-        with model.disable_adapter() if off else nullcontext():
-            yield
+        return model.disable_adapter() if off else nullcontext()
 
 
 @dataclass
@@ -131,14 +117,11 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
     if is_export(folder):
         return _load_export(folder, trust_remote_code, **options)
     recipe = recipe_of(folder)
-    if recipe.model.trust_remote_code and not trust_remote_code:
-        raise ConfigError(
-            f"the run in {folder} ran Python code that came with {recipe.model.name}", "allow it: --trust-remote-code"
-        )
-    if recipe.model.plugins and not trust_remote_code:
-        raise ConfigError(
-            f"the run in {folder} imported {', '.join(recipe.model.plugins)}", "allow it: --trust-remote-code"
-        )
+    code = f"imported {', '.join(recipe.model.plugins)}" if recipe.model.plugins else ""
+    if recipe.model.trust_remote_code:
+        code = f"ran Python code that came with {recipe.model.name}"
+    if code and not trust_remote_code:
+        raise ConfigError(f"the run in {folder} {code}", "allow it: --trust-remote-code")
     lora = recipe.adapter.method == "lora"
     path = folder / ("adapter" if lora else "model")
     if not path.is_dir():

@@ -45,52 +45,54 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
         row = next(iter(dataset), None) if streamed else dataset[0] if len(dataset) else None
         if row is None:
             raise DataError(f"{name} is empty", "check the file and the filters it went through")
-        if isinstance(row, dict):
-            refuse_media(f"{name}, in its first row's messages,", parts_of(row))
-            prepared = (args.dataset_kwargs or {}).get("skip_prepare_dataset")
-            if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and not prepared:
-                raise DataError(
-                    f"{name} has a transform (with_transform), which what is made of its rows would leave out",
-                    "dataset.reset_format().map(FUNCTION, batched=True)",
-                )
-            if "labels" in row and "input_ids" not in row:
-                raise DataError(
-                    f"{name} has a column labels, which TRL takes for the labels of tokens, and no input_ids",
-                    'dataset.remove_columns("labels")',
-                )
-            if not isinstance(dataset, PackedRows):
-                prepared_rows.check_unpacked(name, row, packing)
-            formats, text = kwargs.get("formatting_func"), args.dataset_text_field
-            plain = isinstance(row.get(text), str) and "completion" not in row
-            if text in ("prompt", "messages") and (plain or formats is not None):
-                raise ConfigError(
-                    f"dataset_text_field = {text!r}, a name that TRL takes for something else",
-                    f'dataset.rename_column({text!r}, "text"), and leave dataset_text_field out',
-                )
-            if args.assistant_only_loss and name == "train_dataset" and not prepared:
-                prepared_rows.check_assistant_only(row, formats is not None, kwargs.get("processing_class"), args)
-            if "input_ids" in row:
-                check_given(name, dataset, kwargs.get("processing_class"), model)
-            elif not prepared:
-                _check_eos(name, row, formats is not None, kwargs.get("processing_class"), args)
-            if formats is not None:
-                _check_formatting(formats, row)
-            elif not prepared and not isinstance(dataset, PackedRows):
-                tokenizer = None if args.chat_template_path else kwargs.get("processing_class")
-                _check_columns(name, row, args.dataset_text_field, tokenizer)
-                check_parts(name, row, tokenizer)
-                check_roles(name, row, tokenizer)
-                _check_nulls(name, dataset, row, {text, "prompt", "completion", "messages"} & row.keys())
-                if isinstance(dataset, Dataset):
-                    _check_labels(name, dataset, row)
-                    check_rendered(name, dataset, tokenizer, args.assistant_only_loss)
+        if not isinstance(row, dict):  # but a table, by the data set's format
+            continue
+        refuse_media(f"{name}, in its first row's messages,", parts_of(row))
+        prepared = (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+        if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and not prepared:
+            raise DataError(
+                f"{name} has a transform (with_transform), which what is made of its rows would leave out",
+                "dataset.reset_format().map(FUNCTION, batched=True)",
+            )
+        if "labels" in row and "input_ids" not in row:
+            raise DataError(
+                f"{name} has a column labels, which TRL takes for the labels of tokens, and no input_ids",
+                'dataset.remove_columns("labels")',
+            )
+        if not isinstance(dataset, PackedRows):
+            prepared_rows.check_unpacked(name, row, packing)
+        formats, tokenizer = kwargs.get("formatting_func"), kwargs.get("processing_class")
+        text = args.dataset_text_field
+        plain = isinstance(row.get(text), str) and "completion" not in row
+        if text in ("prompt", "messages") and (plain or formats is not None):
+            raise ConfigError(
+                f"dataset_text_field = {text!r}, a name that TRL takes for something else",
+                f'dataset.rename_column({text!r}, "text"), and leave dataset_text_field out',
+            )
+        if args.assistant_only_loss and name == "train_dataset" and not prepared:
+            prepared_rows.check_assistant_only(row, formats is not None, tokenizer, args)
+        if "input_ids" in row:
+            check_given(name, dataset, tokenizer, model)
+        elif not prepared:
+            _check_eos(name, row, formats is not None, tokenizer, args)
+        if formats is not None:
+            _check_formatting(formats, row)
+        elif not prepared and not isinstance(dataset, PackedRows):
+            tokenizer = None if args.chat_template_path else tokenizer
+            _check_columns(name, row, text, tokenizer)
+            check_parts(name, row, tokenizer)
+            check_roles(name, row, tokenizer)
+            _check_nulls(name, dataset, row, {text, "prompt", "completion", "messages"} & row.keys())
+            if isinstance(dataset, Dataset):
+                _check_labels(name, dataset, row)
+                check_rendered(name, dataset, tokenizer, args.assistant_only_loss)
 
 
 def _check_eos(name: str, row: dict[str, Any], formats: bool, tokenizer: Any, args: Any) -> None:
     """Refuse texts, and prompts with completions, that nothing would end."""
-    turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
     named = getattr(getattr(tokenizer, "tokenizer", tokenizer), "eos_token", args.eos_token) or args.eos_token
-    if tokenizer is not None and named is None and (formats or not turns or args.dataset_text_field in row):
+    has_texts = formats or not prepared_rows.has_turns(row) or args.dataset_text_field in row
+    if tokenizer is not None and named is None and has_texts:
         raise ConfigError(
             f"{name} has texts, and the tokenizer no EOS token to end them with",
             "set tokenizer.eos_token, or eos_token in SFTConfig, to the token that ends the model's answers",
@@ -154,7 +156,7 @@ def _check_nulls(name: str, dataset: Any, row: dict[str, Any], columns: set[str]
 
 def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) -> None:
     """Refuse rows that TRL makes no documents of, and conversations without a chat template."""
-    turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
+    turns = prepared_rows.has_turns(row)
     if turns and text not in row and tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             f"{name} has conversations, and the tokenizer no chat template",

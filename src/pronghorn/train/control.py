@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from pronghorn.device import processes
+from pronghorn.train.gradients import to_host
 
 HANGUP = signal.SIGHUP
 """The terminal is gone, or the connection to it."""
@@ -151,18 +152,14 @@ class RunControl(TrainerCallback):
         """Return the largest of all ranks' wishes, of this step or (on a GPU) of the step before."""
         if processes() == 1:
             return wishes
-        ready, self._pending = self._pending, None
-        own = torch.tensor(wishes, dtype=torch.int32, device="cpu")
-        if device.type == "cpu":
-            dist.all_reduce(own, op=dist.ReduceOp.MAX)
-            return own.tolist()
-        shared = own.pin_memory().to(device, non_blocking=True)
+        shared = torch.tensor(wishes, dtype=torch.int32, device="cpu")
+        if device.type == "cuda":
+            shared = shared.pin_memory().to(device, non_blocking=True)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        host = torch.empty(len(wishes), dtype=torch.int32, device="cpu", pin_memory=True)
-        host.copy_(shared, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending = host, event
+        host, event = to_host(shared)
+        if event is None:
+            return host.tolist()
+        ready, self._pending = self._pending, (host, event)
         if ready is None:
             return [0] * len(wishes)
         ready[1].synchronize()

@@ -15,7 +15,7 @@ from pronghorn.data.rows import Conversation, Message
 from pronghorn.data.template import render, without_reasoning
 from pronghorn.device import processes
 from pronghorn.errors import DataError
-from pronghorn.export.engines.transformers import stop_tokens
+from pronghorn.export.engines.transformers import continued
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.passes import in_evaluation
 from pronghorn.parallel.sharded import sharded
@@ -52,7 +52,6 @@ def _share(count: int) -> list[tuple[int, bool]]:
     return [(index, True) for index in own] + [(0, False)] * (-(-count // ranks) - len(own))
 
 
-@torch.no_grad()
 def answer(
     model: Any,
     tokenizer: Any,
@@ -91,21 +90,11 @@ def answer(
             f"the conversation has {used} tokens, and the model {positions} positions",
             "ask something shorter, or begin again (in a chat with /reset)",
         )
-    ends, pad = stop_tokens(model, tokenizer), tokenizer.pad_token_id
     shared = sharded(base_causal_lm(model)) is not None  # then a process whose answer ends goes on for the others
-    given = torch.tensor([ids], device=model.device)
+    drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     with in_evaluation(model):
-        generated = model.generate(
-            input_ids=given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=min(max_new_tokens, room),
-            use_cache=True,
-            synced_gpus=shared,
-            eos_token_id=ends or None,
-            pad_token_id=next(iter(ends), None) if pad is None else pad,
-            **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
-        )
-    return said(tokenizer, generated[0, used:].tolist(), text)
+        ids = continued(model, tokenizer, ids, min(max_new_tokens, room), use_cache=True, synced_gpus=shared, **drawn)
+    return said(tokenizer, ids, text)
 
 
 def _prompt(

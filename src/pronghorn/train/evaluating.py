@@ -47,12 +47,12 @@ class EvaluatingTrainer(NonBlockingTrainer):
             if isinstance(rows, str) and isinstance(self.eval_dataset, dict):
                 rows = self.eval_dataset[rows]
             raw = hasattr(rows, "column_names") and not isinstance(rows, (PackedRows, dict))  # a DatasetDict has them
-            formatting = getattr(self, "_formatting_func", None)
             if raw and rows is not self.eval_dataset and not isinstance(eval_dataset, str):  # given to this call
-                given = {"processing_class": self.processing_class, "formatting_func": formatting}
+                given = {"processing_class": self.processing_class, "formatting_func": self._formatting_func}
                 check_dataset("eval_dataset", rows, self._packs_eval, self.args, given, self.model)
             if self._packs_eval and raw:
-                rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
+                tokenizer, formatting = self.processing_class, self._formatting_func
+                rows = self._prepare_dataset(rows, tokenizer, self.args, False, formatting, "eval")
             if not isinstance(rows, PackedRows):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             validate.check_attached(self.model)

@@ -40,13 +40,12 @@ def check_given(name: str, given: Any, tokenizer: Any, model: Any) -> None:
 
 
 class _Column:
-    """A column of lists of numbers, some rows of it: the numbers end to end, and where each row ends."""
+    """A column of lists of numbers, some rows of it: the numbers end to end, and the row of each."""
 
     def __init__(self, name: str, column: str, lists: Any, first: int) -> None:
         self.called, self._first = f"{name} row {{}}: {column}", first
         values = pyarrow.compute.list_flatten(lists)
-        lengths = pyarrow.compute.fill_null(pyarrow.compute.list_value_length(lists), 0)
-        self.ends = np.cumsum(lengths.to_numpy())
+        self.rows = pyarrow.compute.list_parent_indices(lists).to_numpy()
         if values.null_count:
             place = np.argmax(values.is_null().to_numpy())
             raise DataError(f"{self.at(place)} holds a null", "leave such rows out by dataset.filter")
@@ -57,7 +56,7 @@ class _Column:
 
     def at(self, place: Any) -> str:
         """Return how errors name the row of the number at a place."""
-        return self.called.format(self._first + int(np.searchsorted(self.ends, place, side="right")) + 1)
+        return self.called.format(self._first + int(self.rows[place]) + 1)
 
     def check(self, tokens: int, ignored: int | None) -> None:
         """Refuse numbers that are none of so many `tokens` and not the one that is `ignored`."""
@@ -77,13 +76,10 @@ def _check_padding(columns: dict[str, _Column], trained: bool) -> None:
     """Refuse padding whose own tokens are trained (`trained`: no labels mean all are), or that stands before tokens,
     which would see it: documents are read as they are, without a mask."""
     mask, labels = columns["attention_mask"], columns.get("labels")
-    if not np.array_equal(mask.ends, columns["input_ids"].ends):
+    if not np.array_equal(mask.rows, columns["input_ids"].rows):
         return  # of something else
     padding = mask.values == 0
-    if not padding.any():
-        return
-    last = np.zeros(len(padding), bool)
-    last[mask.ends[mask.ends > 0] - 1] = True
+    last = np.diff(mask.rows, append=-1) != 0
     before = padding & ~last & ~np.append(padding[1:], True)
     wanted = np.full(len(padding), trained) if labels is None else labels.values != IGNORE_INDEX
     for wrong, what in ((before, "before tokens, which would see it"), (padding & wanted, "that would be trained")):

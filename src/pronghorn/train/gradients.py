@@ -80,7 +80,7 @@ class GradientWatch(TrainerCallback):
                 self._trained += list(zip(self.shared.names, self.shared.parts, strict=True))
         named: list[tuple[str, nn.Parameter]] = self._trained
         gradients: list[Any] = [p.grad for _, p in named]
-        plain = set(map(type, gradients)) == {Tensor}  # none missing or sharded, nearly always: the host is in a hurry
+        plain = set(map(type, gradients)) == {Tensor}  # none missing, nearly always: the host is in a hurry
         if plain:
             found = norms(gradients).float()
         else:
@@ -98,7 +98,7 @@ class GradientWatch(TrainerCallback):
         """Do what `torch.nn.utils.clip_grad_norm_` does, by the norms that `observe` has anyway.
 
         Launching torch's again takes the host milliseconds. With `most` infinite it only returns the norm of all. None
-        where these aren't the gradients that `observe` saw, some are sharded, or they lie on several devices.
+        where these aren't the gradients that `observe` saw, or they lie on several devices.
         """
         gradients: list[Any] = [gradient for p in parameters if (gradient := p.grad) is not None]
         if self._norms is None or _written(gradients) != self._norms[1]:
@@ -131,7 +131,7 @@ class GradientWatch(TrainerCallback):
         (names, flags), self._observed = self._observed, None
         optimizer: Any = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         scaled = getattr(kwargs["optimizer"], "scaler", None) is not None
-        host, event = _to_host(flags)
+        host, event = to_host(flags)
         moves = any(float(group["lr"]) > 0 for group in optimizer.param_groups)
         self._pending = _Pending(names, host, event, scaled, moves, state.global_step + 1)
         if event is None:
@@ -209,12 +209,8 @@ def _broken_weight(model: nn.Module | None, moved: bool) -> str | None:
 
 
 def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:
-    """Return each gradient's L2 norm, float32 [N] on the device; 0 for a missing one and for a shard without elements.
-
-    Of a sharded gradient (DTensor) its local part's.
-    """
-    local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
-    present = {i: g for i, g in enumerate(local) if g is not None and g.numel() > 0}
+    """Return each gradient's L2 norm, float32 [N] on the device; 0 for a missing one and for one without elements."""
+    present = {i: g for i, g in enumerate(gradients) if g is not None and g.numel() > 0}
     every = torch.zeros(len(gradients), device=device)
     if not present:
         return every
@@ -238,12 +234,12 @@ def _written(gradients: list[Any]) -> dict[int, int]:
     return {id(gradient): gradient._version for gradient in gradients}
 
 
-def _to_host(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Start copying to the host; the event says when it is there (None: it is)."""
-    if flags.device.type != "cuda":
-        return flags, None
-    host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
-    host.copy_(flags, non_blocking=True)
+    if values.device.type != "cuda":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    host.copy_(values, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
     return host, event

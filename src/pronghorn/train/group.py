@@ -38,7 +38,7 @@ def check_gpus_apart(device: torch.device) -> None:
     Raises:
         ConfigError: two have the same.
     """
-    if processes() == 1 or device.type != "cuda":
+    if device.type != "cuda":
         return
     everybody = _told("GPU", identity(device))
     twice = [rank for rank, each in enumerate(everybody) if each in everybody[:rank]]
@@ -130,8 +130,6 @@ def check_one_dtype(recipe: Recipe) -> None:
     Raises:
         ConfigError: with the dtype that all of them have.
     """
-    if processes() == 1:
-        return
     own = str(resolve_dtype(recipe.precision.dtype, default_device())).removeprefix("torch.")
     dtypes = sorted(set(_told("dtype", own)))
     if len(dtypes) > 1:
@@ -143,11 +141,13 @@ def check_one_dtype(recipe: Recipe) -> None:
 
 def agreed(what: str, own: bool) -> bool:
     """Tell whether something holds in all processes. All of them call it."""
-    return own if processes() == 1 else set(_told(what, str(own))) == {str(True)}
+    return set(_told(what, str(own))) == {str(True)}
 
 
 def _told(what: str, value: str) -> list[str]:
     """Return each process's value, in the order of ranks, by what they share besides collectives: no GPU takes part."""
+    if processes() == 1:
+        return [value]
     store = dist.distributed_c10d._get_default_store()  # torch names it only so
     rank = dist.get_rank()
     times = store.add(f"pronghorn: times that {rank} told its {what}", 1)  # what it told before may still be there

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from pronghorn.device import is_out_of_memory, processes
 from pronghorn.environment import restarts
-from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, TrainingError, UnsupportedError
+from pronghorn.errors import ConfigError, MemoryRanOut, PronghornError, TrainingError, UnsupportedError, causes
 from pronghorn.memory.plan import CODES_WRITTEN, WRITTEN_ONCE, Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
@@ -90,18 +90,18 @@ class OomRetry:
         self, on_retry: Callable[[OutOfMemory], None], tighter: Callable[[Plan], Plan | None] = tighten
     ) -> None:
         self._on_retry, self._tighter = on_retry, tighter
-        self.begin()
+        self.begin(waits_for_others=processes() > 1)
 
-    def begin(self, waits_for_others: bool | None = None) -> None:
+    def begin(self, waits_for_others: bool) -> None:
         """Begin a training.
 
         Args:
             waits_for_others: the backward averages gradients with other processes, so that none can repeat it by
-                itself; by default where there are several.
+                itself.
         """
         self._survived, self._before = 0, _survived()
         self._restarts = restarts()
-        self._alone = not (processes() > 1 if waits_for_others is None else waits_for_others)
+        self._alone = not waits_for_others
         self._window: list[tuple[Any, _RandomState]] = []
         self._devices: list[torch.device] | None = None
 
@@ -255,11 +255,10 @@ def _tighter_plan(model: Any, tighter: Callable[[Plan], Plan | None]) -> tuple[P
     return None, False
 
 
-def _forget(error: BaseException | None) -> None:
+def _forget(error: BaseException) -> None:
     """Drop what the frames that an error came through hold: a forward's and a backward's tensors."""
-    while error is not None:
-        clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for each in causes(error):
+        clear_frames(each.__traceback__)
 
 
 def _free(devices: list[torch.device]) -> None:
@@ -314,8 +313,6 @@ def _late(error: RuntimeError) -> TrainingError | None:
 
 def _heard() -> TrainingError | None:
     """Return the error that another process left behind, or None."""
-    if not dist.is_initialized():
-        return None
     try:
         if _store().check([_KEY]):
             problem, remedy, event = json.loads(_store().get(_KEY))

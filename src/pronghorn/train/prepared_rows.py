@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute
-import trl.chat_template_utils
 from datasets import Dataset, IterableDataset
+from trl.chat_template_utils import get_training_chat_template
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX
@@ -86,6 +86,11 @@ def _formatted(row: dict[str, Any], index: int, function: Callable[[Any], Any], 
     return {to: text}
 
 
+def has_turns(row: dict[str, Any]) -> bool:
+    """Tell whether a row is a conversation to TRL."""
+    return bool({"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list))
+
+
 def check_unpacked(name: str, row: dict[str, Any], packing: bool) -> None:
     """Refuse packed rows that would be taken for documents; those with our `lengths` are trained as they are unless
     they are to be packed again."""
@@ -107,18 +112,15 @@ def check_assistant_only(row: dict[str, Any], formats: bool, tokenizer: Any, arg
         tokenizer: the trainer's, or None for the model's own.
         args: the trainer's arguments.
     """
-    turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
-    if formats or not turns:
+    if formats or not has_turns(row):
         raise ConfigError(
             f"assistant_only_loss, and {'formatting_func makes texts' if formats else 'rows are no conversations'}",
             "give rows of messages; of rows of prompt and completion the completions alone are trained anyway",
         )
     if tokenizer is None or args.chat_template_path or not getattr(tokenizer, "chat_template", None):
         return
-    marked = getattr(trl.chat_template_utils, "get_training_chat_template", None)  # TRL's own error else, if it moves
     try:
-        if marked is not None:
-            marked(tokenizer)
+        get_training_chat_template(tokenizer)
     except ValueError as error:
         raise ConfigError(
             "assistant_only_loss, and the chat template doesn't mark the assistant's turns by {% generation %}",
@@ -131,13 +133,12 @@ def supervised(name: str, documents: Dataset) -> Dataset:
     """Return the tokenised documents less those of which no token is trained; a document's first one never is."""
     kept: list[bool] = []
     for table in documents.select_columns("labels").with_format("arrow").iter(batch_size=10_000):
-        lengths = pyarrow.compute.list_value_length(table["labels"])
+        rows = pyarrow.compute.list_parent_indices(table["labels"]).to_numpy()  # of each token
         trained = pyarrow.compute.list_flatten(table["labels"]).to_numpy() != IGNORE_INDEX
-        before = np.concatenate([[0], np.cumsum(trained)])  # trained tokens before each one
-        ends = np.cumsum(pyarrow.compute.fill_null(lengths, 0).to_numpy())
-        seconds = np.minimum(np.concatenate([[0], ends[:-1]]) + 1, ends)
-        # those without a list of labels stay, to be refused
-        kept += ((before[ends] > before[seconds]) | lengths.is_null().to_numpy()).tolist()
+        trained &= np.diff(rows, prepend=-1) == 0  # but for first ones
+        stays = table["labels"].is_null().to_numpy()  # those without a list of labels stay, to be refused
+        stays[rows[trained]] = True
+        kept += stays.tolist()
     if all(kept):
         return documents
     count = len(kept) - sum(kept)

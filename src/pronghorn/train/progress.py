@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -21,9 +22,6 @@ from transformers import TrainerCallback
 
 from pronghorn.text import counted, duration
 from pronghorn.train.control import trained_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 T = TypeVar("T")
 _LINES = 10

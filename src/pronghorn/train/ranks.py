@@ -114,8 +114,7 @@ def attention_against_products(model: Any) -> float:
 
 
 _OPTIONS = (
-    *("num_workers", "pin_memory", "persistent_workers", "prefetch_factor"),
-    *("multiprocessing_context", "in_order"),  # of newer versions of transformers
+    *("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order"),
 )
 """What a loader takes over from the trainer's arguments."""
 
@@ -147,7 +146,7 @@ def dealt_loader(
     )
     shuffled, drop_last = isinstance(sampler, RandomSampler), args.dataloader_drop_last
     dealt = DealtRows(rows.costs(attention), share, data_seed(args), shuffled, look_ahead, drop_last)
-    options = {name: getattr(args, f"dataloader_{name}") for name in _OPTIONS if hasattr(args, f"dataloader_{name}")}
+    options = {name: getattr(args, f"dataloader_{name}") for name in _OPTIONS}
     loader = DataLoader(rows, batch_sampler=dealt, collate_fn=collator, **options)
     return prepare_data_loader(
         loader,

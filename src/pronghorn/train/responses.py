@@ -9,10 +9,13 @@ from __future__ import annotations
 import warnings
 from typing import Any, TypeVar
 
+from datasets import Dataset
+
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.text import counted, does
+from pronghorn.train.ranks import data_seed
 from pronghorn.train.response_markers import Markers, response_labels
 from pronghorn.train.template_parts import markers_of, template_parts, unclear_results
 from pronghorn.unsloth_names import refuse_arguments
@@ -82,7 +85,9 @@ def _relabelled(dataset: Any, name: str, markers: Markers, unclear: list[int], t
     documents: Any = dataset.documents if isinstance(dataset, PackedRows) else dataset
     if not hasattr(documents, "__len__"):
         raise UnsupportedError(f"{name} is streamed", "load it whole (streaming=False)")
-    columns = getattr(documents, "column_names", None) or (list(documents[0]) if len(documents) else [])
+    if not isinstance(documents, Dataset):
+        documents = Dataset.from_list(list(documents))
+    columns = documents.column_names
     if "input_ids" not in columns:
         raise DataError(f"{name} has no input_ids but {', '.join(columns)}", "let the trainer tokenise it first")
     packs = trainer.args.packing
@@ -120,15 +125,12 @@ def _relabelled(dataset: Any, name: str, markers: Markers, unclear: list[int], t
             f"{trainer.processing_class.eos_token}",
             stacklevel=3,
         )
-    if isinstance(dataset, PackedRows):
-        ids = [list(documents[index]["input_ids"]) for index in kept]
-        rows = [{"input_ids": i, "labels": row} for i, row in zip(ids, labels, strict=True)]
-        args = trainer.args
-        return PackedRows(rows, dataset.stats.row_tokens, args.seed if args.data_seed is None else args.data_seed)
     chosen = documents.select(kept)
     if "labels" in columns:
         chosen = chosen.remove_columns("labels")
-    return chosen.add_column("labels", labels)
+    chosen = chosen.add_column("labels", labels)
+    packed = isinstance(dataset, PackedRows)
+    return PackedRows(chosen, dataset.stats.row_tokens, data_seed(trainer.args)) if packed else chosen
 
 
 def _holds(ids: list[int], tokens: list[int]) -> bool:

@@ -6,8 +6,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def open_folder(
     """
     output = Path(recipe.train.output)
     _make_folder(output)
-    locked.enter_context(lock_folder(output))
+    lock_folder(output, locked)
     clear_leftovers(output)
     if overwrite:
         _delete_run(output)
@@ -125,33 +124,27 @@ def _newest_checkpoint(recipe: Recipe, output: Path, console: Console, allow: bo
 def _make_folder(output: Path) -> None:
     """Make the run's folder, which may be there; ConfigError where no folder can be, or is one of something else."""
     try:
-        if output.resolve() == Path.cwd():
-            raise ConfigError("train.output is the current folder", "give the run a folder of its own")
         output.mkdir(parents=True, exist_ok=True)
         if not os.access(output, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except ConfigError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL character
+    except (OSError, ValueError) as error:  # a loop of links, a NUL character
         raise _unwritable(output, error) from error
     _refuse_other_folders(output)
 
 
-@contextmanager
-def lock_folder(output: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, so that no other run reads or writes in it; a killed process lets go of it.
+def lock_folder(output: Path, locked: ExitStack) -> None:
+    """Hold the lock of a run's folder until `locked` closes, so that no other run reads or writes in it; a killed
+    process lets go of it.
 
     Raises:
         ConfigError: another one does.
     """
     problem = f"another process trains the run in {output}"
     remedy = "wait for it, or end it first: torchrun's processes go on when torchrun itself was killed"
-    with ExitStack() as held:
-        try:
-            held.enter_context(state.lock(output / LOCK, PATIENCE, problem, remedy))
-        except OSError as error:
-            raise _unwritable(output, error) from error
-        yield
+    try:
+        locked.enter_context(state.lock(output / LOCK, PATIENCE, problem, remedy))
+    except OSError as error:
+        raise _unwritable(output, error) from error
 
 
 def _unwritable(output: Path, error: Exception) -> ConfigError:

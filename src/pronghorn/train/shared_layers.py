@@ -151,12 +151,10 @@ class SharedLayersTrainer(trl.SFTTrainer):
         own readers. So does all where stock doesn't say."""
         base = base_causal_lm(self.model)
         if self._shared is None:
-            if hasattr(self.model, "peft_config") and not self.is_fsdp_enabled:
+            if hasattr(self.model, "peft_config"):
                 return load_adapters(self.model, Path(resume_from_checkpoint))
             self._lacking: set[str] | None = None
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            if hasattr(self.model, "peft_config"):
-                return
             if self._lacking is not None and not self._lacking & {name for name, _ in base.named_parameters()}:
                 return
         load_whole(base, Path(resume_from_checkpoint))
@@ -166,8 +164,6 @@ class SharedLayersTrainer(trl.SFTTrainer):
         self._lacking = set(load_result.missing_keys)
 
     def _load_best_model(self) -> None:
-        if hasattr(self.model, "peft_config") and self.is_fsdp_enabled:
-            return super()._load_best_model()
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 

@@ -58,10 +58,10 @@ def _settings(trainer: Any, rows: Any, tokenizer: Any, args: Any) -> dict[str, A
     read, *others = [names for names in formats if set(rows.column_names).issuperset(names)] or [[]]
     if not read or others or UNKNOWN & set(rows.column_names):
         return None
-    if len(read) == 2 and not getattr(trainer, "completion_only_loss", False):
+    if len(read) == 2 and not trainer.completion_only_loss:
         return None
     return {
-        "tokenizer": tokenizer, "template": getattr(trainer, "chat_template", None), "read": read,
+        "tokenizer": tokenizer, "template": trainer.chat_template, "read": read,
         "most": args.max_length, "cut": args.truncation_mode,
     }  # fmt: skip
 

@@ -226,7 +226,7 @@ class SFTTrainer(EvaluatingTrainer):
         """Compute the model's own loss, divided by `num_items_in_batch`: the supervised tokens of the accumulated batch
         on all ranks (gradients are averaged over ranks, hence the factor)."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
-        if model.training and balance.is_on(self):
+        if model.training and self.aux_loss_enabled:
             self._counted.add_balance(balance.alone(outputs, self.model, inputs.get("packed"), num_items_in_batch))
         packs = self._packs_train or not model.training
         loss, aux = balance.separate(outputs, self.model, inputs.get("packed"), packs, num_items_in_batch)
@@ -304,7 +304,7 @@ class SFTTrainer(EvaluatingTrainer):
         """Log, with a loss, what `StepCounters` counted since the last one; and of the training so far the steps that
         loss scaling skipped, with the scale there is now, and on a GPU the most memory."""
         if "loss" in logs:
-            logs |= {**self._counted.take(self.args.device, balance.is_on(self)), "skipped_steps": self._watch.skipped}
+            logs |= self._counted.take(self.args.device, self.aux_loss_enabled) | {"skipped_steps": self._watch.skipped}
             if self.accelerator.scaler is not None:
                 logs["loss_scale"] = self.accelerator.scaler.get_scale()
             if self.args.device.type == "cuda":

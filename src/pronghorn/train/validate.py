@@ -23,8 +23,8 @@ from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
 from pronghorn.train import prepared_rows
 
-_OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
-"""Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
+_OF_CONFIG = {"max_seq_length": "max_length"}
+"""Arguments that TRL's trainer once took, and the fields of SFTConfig that they became under another name."""
 
 _NOT_EVALUATED = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss")
 """What TRL's evaluations tell beside the loss."""
@@ -242,7 +242,7 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
             "use 'loss', or give compute_metrics and set eval_packing=False",
         )
     unserved = [
-        ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
+        ("loss_type", args.loss_type, "nll"),
         ("label_smoothing_factor", args.label_smoothing_factor, 0),
         ("use_liger_kernel", args.use_liger_kernel, False),
         ("compute_loss_func", kwargs.get("compute_loss_func"), None),

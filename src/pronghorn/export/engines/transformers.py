@@ -73,21 +73,11 @@ class TransformersEngine:
         pairs = enumerate(zip(token_ids[1:], rows, firsts, strict=True), 1)
         return {index: Scored(token, row[token].item(), first) for index, (token, row, first) in pairs}
 
-    @torch.no_grad()
     def complete(self, token_ids: Sequence[int], max_tokens: int) -> Completion:
         """Continue a text greedily."""
-        ids = torch.tensor([list(token_ids)], device=self.model.device)
-        stops, pad = sorted(self.stops), self.tokenizer.pad_token_id
-        generated = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=stops or None,
-            pad_token_id=next(iter(stops), None) if pad is None else pad,
-        )[0, ids.shape[1] :].tolist()
+        generated = continued(self.model, self.tokenizer, token_ids, max_tokens, do_sample=False)
         text = self.tokenizer.decode(generated, skip_special_tokens=True)
-        return Completion(text, bool(generated) and generated[-1] in self.stops, tuple(generated), ids.shape[1])
+        return Completion(text, bool(generated) and generated[-1] in self.stops, tuple(generated), len(token_ids))
 
     def answer(self, conversation: Conversation, max_tokens: int) -> Completion:
         """Answer a conversation greedily."""
@@ -98,6 +88,26 @@ class TransformersEngine:
 def _distribution(model: Any, token_ids: Sequence[int]) -> Tensor:
     ids = torch.tensor([list(token_ids)[:-1]], device=model.device)
     return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), dim=-1).cpu()
+
+
+@torch.no_grad()
+def continued(model: Any, tokenizer: Any, ids: Sequence[int], most: int, **how: Any) -> list[int]:
+    """Return at most so many tokens that a model writes behind a text's, up to one of `stop_tokens`.
+
+    Args:
+        how: further arguments of transformers' `generate`.
+    """
+    given = torch.tensor([list(ids)], device=model.device)
+    ends, pad = stop_tokens(model, tokenizer), tokenizer.pad_token_id
+    generated = model.generate(
+        input_ids=given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=most,
+        eos_token_id=ends or None,
+        pad_token_id=next(iter(ends), None) if pad is None else pad,
+        **how,
+    )
+    return generated[0, len(ids) :].tolist()
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
