@@ -78,9 +78,8 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
             )
         b: Tensor = adapter.b.detach().float().cpu() * (adapter.scale * len(adapter.a) / alpha)
         a: Tensor = adapter.a.detach().float().cpu()
-        for part in parts_of(
-            f"{path}.weight", table, base.config, family, form
-        ):  # B makes its rows, A reads its columns
+        # B makes the rows of a part, A reads its columns
+        for part in parts_of(f"{path}.weight", table, base.config, family, form):
             if part.name == "output.weight" and base.config.tie_word_embeddings:
                 why = "the head is tied, and the base's file has none"
                 raise UnsupportedError(f"the adapter of {path} has no place in llama.cpp: {why}", INSTEAD)
