@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from benchmarks.op_case import LORA_SCALE, Case, Draw, Way, by_autograd, by_kernel
 from pronghorn.kernels import grouped_gemm, moe_glu, moe_rows
-from pronghorn.kernels.grouped_fp8 import CodedExperts, multiply_coded
+from pronghorn.kernels.grouped_codes import CodedExperts, multiply_coded
 from pronghorn.kernels.moe_route import route_reference
 from pronghorn.kernels.quantise import quantise_rows
 from pronghorn.moe.route import Routing, route

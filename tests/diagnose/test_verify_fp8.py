@@ -185,7 +185,7 @@ def test_integers_pass_and_a_wrong_scale_and_a_product_left_out_show(family: str
 
     def left_out(model: Any) -> None:
         linear = product(model, 1, "self_attn.o_proj")
-        linear.source, linear.in_fp8 = DenseSource(linear.bases[0].weight, linear.bases[0].out_features), False
+        linear.source, linear.in_8_bits = DenseSource(linear.bases[0].weight, linear.bases[0].out_features), False
 
     if base != "nf4":
         only_cause(planted(subject, left_out), "products in 8 bits: 1 of 12 are not in 8 bits")
@@ -283,7 +283,7 @@ def test_a_product_that_silently_is_not_in_8_bits() -> None:
     def plant(model: Any) -> None:
         linear = product(model, 1, "self_attn.o_proj")
         weight = linear.bases[0].weight
-        linear.source, linear.in_fp8 = DenseSource(weight, len(weight)), False
+        linear.source, linear.in_8_bits = DenseSource(weight, len(weight)), False
 
     only_cause(planted(subject_of(), plant), "products in 8 bits: 1 of 12 are not in 8 bits")
 

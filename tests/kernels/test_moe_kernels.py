@@ -111,17 +111,17 @@ def test_products_in_8_bits_compiled(capability: int, room: int, how: str, monke
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pronghorn.kernels import grouped_fp8
+    from pronghorn.kernels import grouped_codes
 
     properties = SimpleNamespace(shared_memory_per_block_optin=room * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
-    kernel, exact, integers = grouped_fp8._multiply_codes, how == "exact", how == "integers"
+    kernel, exact, integers = grouped_codes._multiply_codes, how == "exact", how == "integers"
     code = "i8" if integers else "fp8e4nv"
     types = {"x": f"*{code}", "w": f"*{code}", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32", "y_ptr": "*bf16"}
     types |= {"offsets_ptr": "*i32", "rows_ptr": "*i32", "N": "i32", "K": "i32"}
     for depth, tma in ((2048, False), (2880, False), (40, False), *([(2048, True)] if capability == 90 else [])):
-        tile = grouped_fp8.fp8_tile(2880, torch.device("cuda"), exact, integers)
+        tile = grouped_codes.coded_tile(2880, torch.device("cuda"), exact, integers)
         sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "WHOLE": depth % tile.depth == 0}
         constants = {
             "E": 128,

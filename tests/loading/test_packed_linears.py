@@ -117,7 +117,7 @@ def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: st
     for weight in (getattr(each.source, "coded", each.source).weight for each in in_floats):
         right += weight.across.nbytes + weight.scales.nbytes + weight.columns.nbytes
         right += weight.codes.nbytes if copied and weight.codes is not None else 0
-    assert handle.layers.in_fp8() == (0 if compute == "dtype" else len(products), len(products))
+    assert handle.layers.in_8_bits() == (0 if compute == "dtype" else len(products), len(products))
     assert resting_bytes(dims_of(model), setup_of(model, 512))["weights"] == pytest.approx(right, rel=0.01)
 
 
@@ -150,7 +150,7 @@ def test_products_in_floats_of_8_bits_over_packed_linears(tmp_path: Path, kind: 
     assert loss != near_loss and near_loss == pytest.approx(loss, rel=0.05)
     cosines = [torch.nn.functional.cosine_similarity(near[n].flatten(), gradients[n].flatten(), 0) for n in near]
     assert min(cosines) > 0.9
-    assert handle.layers.in_fp8() == (8, 8)
+    assert handle.layers.in_8_bits() == (8, 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +162,7 @@ def test_products_in_integers_over_packed_linears(tmp_path: Path, kind: str) -> 
     for compute in ("dtype", "int8"):
         handle = attach(model, Plan.keep(), layers="fused", compute=compute)
         results[compute] = loss_and_gradients(model, packed_row(LENGTHS, ROW))
-    assert handle.layers.in_fp8() == (8, 8)
+    assert handle.layers.in_8_bits() == (8, 8)
     for linear in handle.layers.linears():
         assert all(compared.excess <= 1 for compared in compared_products(linear, "product", fast=True))
     [path] = [path.path for path in handle.report if path.part == "products of frozen weights"]
@@ -216,7 +216,7 @@ def test_products_in_8_bits_on_a_gpu(tmp_path: Path, kind: str, compute: str) ->
     for each in ("dtype", compute):
         handle = attach(model, Plan.keep(), layers="fused", graph="off", compute=each)
         results[each] = loss_and_gradients(model, batch)
-    assert handle.layers.in_fp8() == (8, 8)
+    assert handle.layers.in_8_bits() == (8, 8)
     for linear in handle.layers.linears():
         assert all(compared.excess <= 1 for compared in compared_products(linear, "product", fast=True))
     (loss, exact), (near_loss, near) = results.values()

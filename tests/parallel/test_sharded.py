@@ -115,8 +115,8 @@ def gradients(model: Any, layers: str, plan: Plan | None, compute: str = "dtype"
             model(**packed_row([48], 48, seed=3))
         losses.append(loss.detach())
     if compute != "dtype":
-        in_fp8, linears = handle.layers.in_fp8()
-        assert in_fp8 == linears > 0
+        in_8_bits, linears = handle.layers.in_8_bits()
+        assert in_8_bits == linears > 0
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"losses": torch.stack(losses), **found}
 

@@ -109,7 +109,7 @@ def gradients(model: Any, share: bool, trained: bool, compute: str) -> dict[str,
     model.to("cpu:0")  # as a trainer's of several processes does: a copy
     loss = model(**packed_row([1, 20, 27], 48)).loss
     loss.backward()
-    assert (handle.layers.in_fp8()[0] > 0) is (compute != "dtype")
+    assert (handle.layers.in_8_bits()[0] > 0) is (compute != "dtype")
     gather_gradients(model)
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 

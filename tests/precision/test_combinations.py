@@ -69,10 +69,10 @@ def step(setting: Setting, model: Any, policy: Policy = Policy.KEEP) -> str:
     """Take a step, and compare loss and every gradient with those of transformers' and PEFT's own layers."""
     handle = setting.attach(model, policy)
     loss, ours = loss_and_gradients(model, BATCH)
-    reason, (in_fp8, products) = handle.layers.reason(None), handle.layers.in_fp8()
+    reason, (in_8_bits, products) = handle.layers.reason(None), handle.layers.in_8_bits()
     told = [path for path in handle.report if path.part == "products of frozen weights"]
     assert len(told) == setting.in_8_bits
-    assert in_fp8 == setting.products_in_8_bits(handle)
+    assert in_8_bits == setting.products_in_8_bits(handle)
     if reason is None:
         assert products
         assert not told or told[0].path.startswith("8-bit integers" if setting.compute == "int8" else "FP8 by rows")
@@ -80,7 +80,7 @@ def step(setting: Setting, model: Any, policy: Policy = Policy.KEEP) -> str:
         assert told[0].path.startswith("the model's dtype in blocks that aren't fused") and told[0].why == reason
     attach(model, Plan.keep(), layers="stock")
     right, theirs = loss_and_gradients(model, BATCH)
-    eight = in_fp8 > 0
+    eight = in_8_bits > 0
     assert loss == pytest.approx(right, rel=0.05 if eight else 0.01)
     least = 0.9 if eight else 0.99999 if setting.base == "float32" else 0.99
     for name, gradient in ours.items():
@@ -111,7 +111,7 @@ def same_as_keeping(policy: Policy) -> Callable[[Setting], str]:
             loss, kept = loss_and_gradients(model, BATCH)
             handle = setting.attach(model, policy)
             other_loss, other = loss_and_gradients(model, BATCH)
-            assert handle.layers.in_fp8() == (setting.products_in_8_bits(handle), 12)
+            assert handle.layers.in_8_bits() == (setting.products_in_8_bits(handle), 12)
             assert other_loss == loss and all(torch.equal(other[name], kept[name]) for name in kept)
         return "yes"
 
@@ -217,7 +217,7 @@ def padded_step(setting: Setting) -> str:
     ours = model(**given).loss
     ours.backward()
     found = gradients(model)
-    assert found and (handle.layers.in_fp8()[0] > 0) is setting.in_8_bits
+    assert found and (handle.layers.in_8_bits()[0] > 0) is setting.in_8_bits
     handle.detach()
     assert relative_error(ours.detach().double(), model(**given).loss.detach().double()) < (
         1e-5 if setting.base == "float32" else 0.02
@@ -242,7 +242,7 @@ def as_unattached(setting: Setting, run: Callable[..., torch.Tensor]) -> str:
     mask[1, :3] = 0
     with torch.no_grad():
         ours = run(model, ids, mask).double()
-        assert handle.layers.in_fp8() == (0, 0)  # nothing was built
+        assert handle.layers.in_8_bits() == (0, 0)  # nothing was built
         handle.detach()
         assert relative_error(ours, run(model, ids, mask).double()) < (1e-5 if setting.base == "float32" else 0.02)
     [path] = [path for path in setting.attach(model).report if path.part == "padded batches, generate()"]
@@ -256,7 +256,7 @@ def evaluation(setting: Setting) -> str:
     loss = model(**BATCH).loss
     with torch.no_grad():
         assert model.eval()(**BATCH).loss == loss
-    assert (handle.layers.in_fp8()[0] > 0) is setting.in_8_bits
+    assert (handle.layers.in_8_bits()[0] > 0) is setting.in_8_bits
     return "yes"
 
 
@@ -267,7 +267,7 @@ def merged_adapter(setting: Setting) -> str:
         before = model(**BATCH).loss.item()
         model.merge_adapter()
         assert model(**BATCH).loss.item() == pytest.approx(before, rel=0.1 if setting.base == "NF4" else 0.05)
-        assert (handle.layers.in_fp8()[0] > 0) is setting.in_8_bits
+        assert (handle.layers.in_8_bits()[0] > 0) is setting.in_8_bits
         model.unmerge_adapter()
         assert model(**BATCH).loss.item() == pytest.approx(before, rel=0.1 if setting.base == "NF4" else 0.05)
     return "yes"
@@ -298,7 +298,7 @@ def dropout(setting: Setting) -> str:
     model = setting.adapted(lora_dropout=0.1)
     handle = setting.attach(model)
     loss_and_gradients(model, BATCH)
-    assert handle.layers.in_fp8() == (0, 0)
+    assert handle.layers.in_8_bits() == (0, 0)
     return f"falls: {handle.layers.reason(None)}"
 
 
@@ -310,9 +310,9 @@ def autocast(setting: Setting) -> str:
     losses = [loss_and_gradients(model, BATCH)[0]]
     with torch.autocast("cpu", dtype):
         losses.append(loss_and_gradients(model, BATCH)[0])
-        reason, (in_fp8, _) = handle.layers.reason(dtype), handle.layers.in_fp8()
+        reason, (in_8_bits, _) = handle.layers.reason(dtype), handle.layers.in_8_bits()
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
-    assert in_fp8 == setting.products_in_8_bits(handle)
+    assert in_8_bits == setting.products_in_8_bits(handle)
     return "yes" if reason is None else f"falls: {reason}"
 
 

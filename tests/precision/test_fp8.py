@@ -87,8 +87,8 @@ def test_layers_learn_nearly_what_bf16_learns(family: str, batch: dict[str, Any]
         loss = model(**batch).loss
         loss.backward()
         found[compute] = loss.item(), {name: grad.double() for name, grad in gradients(model).items()}
-        in_fp8, products = handle.layers.in_fp8()
-        assert products and in_fp8 == (0 if compute == "dtype" else products)
+        in_8_bits, products = handle.layers.in_8_bits()
+        assert products and in_8_bits == (0 if compute == "dtype" else products)
         told = [path.path for path in handle.report if path.part == "products of frozen weights"]
         assert [text.split(",")[0] for text in told] == ([] if compute == "dtype" else ["FP8 by rows"])
     assert found["fp8_both"][0] != found["dtype"][0]
@@ -240,4 +240,4 @@ def test_blocks_that_are_not_fused_are_told(batch: dict[str, Any]) -> None:
     model(**batch).loss.backward()
     [path] = [path for path in handle.report if path.part == "products of frozen weights"]
     assert path.path.startswith("the model's dtype in blocks that aren't fused") and path.why == "LoRA dropout"
-    assert handle.layers.in_fp8() == (0, 0) and not setup_of(model, 512).fp8
+    assert handle.layers.in_8_bits() == (0, 0) and not setup_of(model, 512).fp8

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.kernels import launch
-from pronghorn.kernels.grouped_fp8 import CodedExperts, choose_fp8
+from pronghorn.kernels.grouped_codes import CodedExperts, choose_coded
 from pronghorn.kernels.launch import uses_tma
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import TrainSetup, resting_bytes, width_of, working_bytes
@@ -208,9 +208,9 @@ def test_which_product_a_card_takes(
     capability: tuple[int, int], sizes: tuple[int, ...], fetched: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    chosen, reason = choose_fp8(torch.device("cuda"), sizes)
+    chosen, reason = choose_coded(torch.device("cuda"), sizes)
     assert chosen == "triton" and why in reason
-    copied = choose_fp8(torch.device("cuda"), sizes, integers=True)[1]
+    copied = choose_coded(torch.device("cuda"), sizes, integers=True)[1]
     assert ("or copied" in copied) is (fetched and not any(each % 16 for each in sizes))
     assert uses_tma(torch.device("cuda")) is fetched
     monkeypatch.setattr(launch, "TensorDescriptor", None)  # another Triton

@@ -47,7 +47,7 @@ def test_the_loss_is_that_without_8_bits_to_the_bit(family: str, base: str) -> N
         handle = attach(model, Plan.keep(), layers="fused", compute=compute)
         found[compute] = loss_and_gradients(model, batch)
     assert found["fp8"][0] == found["dtype"][0] != found["fp8_both"][0]
-    coded, products = handle.layers.in_fp8()
+    coded, products = handle.layers.in_8_bits()
     assert coded == products > 0
     assert all(isinstance(linear.source, BackwardSource) for linear in handle.layers.linears())
     lent = [codes for each in handle.layers.lent_codes() for codes in each.codes]
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_same_operands(family: str, base: str) -> Non
     """Against transformers' layers, one document at a time, whose input gradients have their operands rounded so."""
     model, batch = model_of(family, base), packed_row(LENGTHS, ROW)
     handle = attach(model, Plan.keep(), layers="fused", compute="fp8")
-    products = handle.layers.fp8_products(torch.bfloat16)
+    products = handle.layers.coded_products(torch.bfloat16)
     loss, found = loss_and_gradients(model, batch)
     for linear in handle.layers.linears():
         [compared] = compared_products(linear, "product", fast=True)

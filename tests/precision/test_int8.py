@@ -53,7 +53,7 @@ def attached(model: Any, policy: Policy = Policy.KEEP, **options: Any) -> Any:
 
 def integers(handle: Any) -> list[torch.Tensor]:
     """The codes (unless they are written out), scales and factors that an attached model's products hold."""
-    coded = [linear.source for linear in handle.layers.linears() if linear.in_fp8]
+    coded = [linear.source for linear in handle.layers.linears() if linear.in_8_bits]
     sources = [each for source in coded for each in (source.plain, source.coded) if isinstance(each, Int8Source)]
     held = [tensor for source in sources for tensor in source.weight if tensor is not None]
     return held + [tensor for source in sources for tensor in getattr(source, "inverse", ())]
@@ -112,8 +112,8 @@ def test_gradients_are_those_of_the_same_operands(family: str, base: str) -> Non
     model, batch = model_of(family, base), packed_row(LENGTHS, ROW)
     handle = attached(model)
     loss, found = loss_and_gradients(model, batch)
-    coded = [linear for linear in handle.layers.linears() if linear.in_fp8]
-    products = handle.layers.fp8_products(torch.float16 if base == "fp16" else torch.bfloat16)
+    coded = [linear for linear in handle.layers.linears() if linear.in_8_bits]
+    products = handle.layers.coded_products(torch.float16 if base == "fp16" else torch.bfloat16)
     layers = handle.layers.backbone.layers
     gates = sum(hasattr(layer, "linear_attn") for layer in layers)  # of delta nets: their a and b
     blocks = 3 if family == "gemma4_text" else 2
@@ -320,7 +320,7 @@ def test_on_a_gpu(family: str, base: str) -> None:
     for compute in ("dtype", COMPUTE):
         handle = attached(model, compute=compute, graph="off")
         found[compute] = loss_and_gradients(model, batch)
-    coded = [linear for linear in handle.layers.linears() if linear.in_fp8]
+    coded = [linear for linear in handle.layers.linears() if linear.in_8_bits]
     assert coded and all(each.excess <= 1 for linear in coded for each in compared_products(linear, "p", fast=True))
     assert found[COMPUTE][0] == pytest.approx(found["dtype"][0], rel=0.01)
     for name, gradient in found["dtype"][1].items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.kernels.grouped_fp8 import Codes, multiply_codes_reference
+from pronghorn.kernels.grouped_codes import Codes, multiply_codes_reference
 from pronghorn.kernels.int8 import hadamard
 from pronghorn.layers.expert_codes import coded
 from pronghorn.memory.devices import device_spec
@@ -77,13 +77,13 @@ def test_gradients_are_those_of_the_same_operands(family: str, adapted: bool, na
     handle = attached(model)
     loss, found = loss_and_gradients(model, BATCH)
     lent, layers = handle.layers.lent_codes(), handle.layers
-    assert [codes.module for codes in lent] == list(expert_modules(model)) == layers.fp8_experts(torch.bfloat16)
+    assert [codes.module for codes in lent] == list(expert_modules(model)) == layers.coded_experts(torch.bfloat16)
     for codes in lent:
         compared = compared_experts(codes, "experts", fast=True)
         ways = [(what, way) for what in ("gate and up", "down") for way in ("forward", "input gradient")]
         assert [each.name for each in compared] == [f"experts.{what} ({way})" for what, way in ways]
         assert all(each.excess <= 1 for each in compared), [each for each in compared if each.excess > 1]
-    products = layers.fp8_products(torch.bfloat16)
+    products = layers.coded_products(torch.bfloat16)
     handle.detach()
     with quantised_products(products), quantised_experts([codes.module for codes in lent], Compute.INT8.rule):
         check_by_documents(model, BATCH, loss, found, cosine=0.99)
@@ -145,7 +145,7 @@ def test_sizes_without_whole_groups_stay_in_the_models_dtype_and_are_told(width:
     why = f"their weights are {sizes}, and integers of rotated rows need multiples of 64, at most 133,120"
     assert told(handle, "products of frozen weights").endswith(f"(experts apart: {why})")
     assert told(handle, "experts") == "routed once, products by loop" and not handle.layers.lent_codes()
-    assert handle.layers.fp8_experts(torch.bfloat16) == [] and not setup_of(model, 512).fp8_experts
+    assert handle.layers.coded_experts(torch.bfloat16) == [] and not setup_of(model, 512).fp8_experts
     attached(model, compute="fp8_both")
     assert setup_of(model, 512).fp8_experts  # e4m3 has them of any size
 

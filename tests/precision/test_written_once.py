@@ -68,7 +68,7 @@ def test_no_bit_is_changed(family: str, compute: str) -> None:
     for _ in range(2):
         assert same(loss_and_gradients(model, batch), right)
     wanted = DenseSource if compute == "dtype" else BackwardSource
-    assert {type(linear.source) for linear in linears(handle) if linear.in_fp8 or compute != "int8"} == {wanted}
+    assert {type(linear.source) for linear in linears(handle) if linear.in_8_bits or compute != "int8"} == {wanted}
     assert {type(linear.source) for linear in linears(handle) if not linear.rule.in_8_bits} <= {DenseSource}
     if compute == "fp8":
         assert {type(linear.source.plain) for linear in linears(handle)} == {DenseSource}

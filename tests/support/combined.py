@@ -147,8 +147,8 @@ def _in_8_bits(model: Any, compute: str, experts: bool) -> Iterator[None]:
     base = base_causal_lm(model)
     layers = FusedLayers(base.base_model, family_of(base.config), "auto", Compute.of(compute))
     with (
-        quantised_products(layers.fp8_products(torch.bfloat16)),
-        quantised_experts(layers.fp8_experts(torch.bfloat16) if experts else [], Compute.of(compute).rule),
+        quantised_products(layers.coded_products(torch.bfloat16)),
+        quantised_experts(layers.coded_experts(torch.bfloat16) if experts else [], Compute.of(compute).rule),
     ):
         yield
 
@@ -176,7 +176,7 @@ def _step(cell: Cell) -> None:
             require_isolation(model)  # of whole weights
         loss, found = _loss_and_gradients(_wrapped(cell.strategy, model), autocast)
     found = {name.removeprefix("module."): gradient for name, gradient in found.items()}
-    assert handle.layers is None or (handle.layers.in_fp8()[0] > 0) is (compute != "dtype")
+    assert handle.layers is None or (handle.layers.in_8_bits()[0] > 0) is (compute != "dtype")
     coarse = base != "float32"
     assert abs(loss - right.item()) < (0.02 if coarse else 1e-4) * right.item()
     least = 0.95 if compute == "fp8_both" else 0.99 if coarse else 0.99999

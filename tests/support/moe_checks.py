@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels import (
-    grouped_fp8,
+    grouped_codes,
     grouped_gemm,
     moe_glu,
     moe_route,
@@ -197,7 +197,7 @@ def check_grouped_codes(device: str, dtype: torch.dtype, sizes: tuple[tuple[int,
             x = random(tokens, depth, device=device, dtype=dtype, seed=1)
             weight = random(experts, columns, depth, device=device, dtype=dtype, seed=2)
             of_columns = column_factors(weight) if integers else None
-            side = grouped_fp8.Codes.of(weight if columns % 2 else weight.mT.contiguous().mT, of_columns)
+            side = grouped_codes.Codes.of(weight if columns % 2 else weight.mT.contiguous().mT, of_columns)
             codes, scales = quantise_rotated_reference(x, of_columns) if integers else quantise_rows_reference(x)
             picked = codes.view(torch.uint8)[rows.tokens.long()].view(codes.dtype), scales[rows.tokens.long()]
             sums, fast, factors = [], [], []
@@ -213,14 +213,14 @@ def check_grouped_codes(device: str, dtype: torch.dtype, sizes: tuple[tuple[int,
                 for given, order, tma in (
                     ((codes, scales), rows.tokens, False),
                     (picked, None, False),
-                    *([(picked, None, True)] if copies and depth % grouped_fp8.MULTIPLE == 0 else []),
+                    *([(picked, None, True)] if copies and depth % grouped_codes.MULTIPLE == 0 else []),
                 ):
                     options = order, dtype, exactly, tma
-                    ours = grouped_fp8.multiply_codes_triton(*given, side, offsets, *options)
+                    ours = grouped_codes.multiply_codes_triton(*given, side, offsets, *options)
                     assert ours.dtype is dtype
                     name = f"8 bits, {depth} to {columns}, integers {integers}, exact {exactly}, tma {tma}"
                     assert_three_way(name, ours, plain.to(dtype), exact)
-                again = grouped_fp8.multiply_codes_reference(*picked, side, offsets, None, dtype)
+                again = grouped_codes.multiply_codes_reference(*picked, side, offsets, None, dtype)
                 assert_three_way("8 bits, plain torch", again, plain.to(dtype), exact)
 
 

@@ -68,7 +68,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
             "set precision.dtype (or --dtype) to bfloat16",
         )
     plain_visibility = run.visibility(packed=False)
-    coded, expert_products = run.fp8_products(run.model), 2 * len(run.fp8_experts(run.model))
+    coded, expert_products = run.coded_products(run.model), 2 * len(run.coded_experts(run.model))
     in_8_bits = len(coded) + expert_products
     of_forward = sum(rule.forward is not Numbers.DTYPE for _, rule in coded)
     of_forward += expert_products * subject.compute.forward_in_8_bits

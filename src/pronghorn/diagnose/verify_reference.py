@@ -149,13 +149,13 @@ class Run:
             say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer{apart}")
             return plain, self._documents(routes)
 
-    def fp8_products(self, model: Any) -> list[tuple[list[nn.Module], Rule]]:
+    def coded_products(self, model: Any) -> list[tuple[list[nn.Module], Rule]]:
         """Return the linears of each product that the attached model computes in 8 bits, and its rule."""
-        return self._of_layers(model, FusedLayers.fp8_products)
+        return self._of_layers(model, FusedLayers.coded_products)
 
-    def fp8_experts(self, model: Any) -> list[nn.Module]:
+    def coded_experts(self, model: Any) -> list[nn.Module]:
         """Return the experts whose weights the attached model multiplies in 8 bits."""
-        return [each for each in self._of_layers(model, FusedLayers.fp8_experts) if refusal(each) is None]
+        return [each for each in self._of_layers(model, FusedLayers.coded_experts) if refusal(each) is None]
 
     def _of_layers(self, model: Any, listed: Callable[[FusedLayers, torch.dtype], list[Any]]) -> list[Any]:
         base, subject = base_causal_lm(model), self.subject
@@ -167,7 +167,7 @@ class Run:
     @contextmanager
     def _in_8_bits(self, model: Any, wanted: bool = True) -> Iterator[None]:
         """Let the model multiply in 8 bits what the attached one does, if that is wanted, while the block runs."""
-        products, experts = (self.fp8_products(model), self.fp8_experts(model)) if wanted else ([], [])
+        products, experts = (self.coded_products(model), self.coded_experts(model)) if wanted else ([], [])
         with quantised_products(products), quantised_experts(experts, self.subject.compute.rule):
             yield
 
@@ -182,7 +182,7 @@ class Run:
         of_linears = [
             compared
             for linear in handle.layers.linears()
-            if linear.in_fp8
+            if linear.in_8_bits
             for compared in compared_products(linear, ", ".join(names[base] for base in linear.bases), fast)
         ]
         lent = handle.layers.lent_codes()

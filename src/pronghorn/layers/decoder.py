@@ -173,10 +173,10 @@ class FusedLayers:
         """List the hooks of all modules in the layers."""
         return hooks_in(self.backbone.layers, self._builds[0].watch if self._builds else None)
 
-    def in_fp8(self) -> tuple[int, int]:
+    def in_8_bits(self) -> tuple[int, int]:
         """Count the layers' products of frozen weights that are in 8 bits, and all products of weights."""
         linears = self.linears()
-        return sum(linear.in_fp8 for linear in linears), len(linears)
+        return sum(linear.in_8_bits for linear in linears), len(linears)
 
     def experts_reason(self, dtype: torch.dtype) -> str | None:
         """Say why some experts don't multiply in 8 bits in a packed forward in `dtype`; None if all do, or are none."""
@@ -190,13 +190,13 @@ class FusedLayers:
                     return reason
         return None
 
-    def fp8_experts(self, dtype: torch.dtype) -> list[nn.Module]:
+    def coded_experts(self, dtype: torch.dtype) -> list[nn.Module]:
         """List the experts that a packed forward in `dtype` multiplies in 8 bits, if asked for, built or not."""
         compute = self.builder.compute
         storages = [each for layer in self.backbone.layers for each in self.builder.experts(layer) if compute.in_8_bits]
         return [each.module for each in storages if each.reason(dtype, compute) is None]
 
-    def fp8_products(self, dtype: torch.dtype) -> list[tuple[list[nn.Module], Rule]]:
+    def coded_products(self, dtype: torch.dtype) -> list[tuple[list[nn.Module], Rule]]:
         """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not, with
         the product's rule."""
         asked = self.backbone.layers if self.builder.compute.in_8_bits else ()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.families.spec import Experts
-from pronghorn.kernels.grouped_fp8 import CodedExperts, Codes
+from pronghorn.kernels.grouped_codes import CodedExperts, Codes
 from pronghorn.kernels.int8 import GROUP, LONGEST
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.linears import merged_into

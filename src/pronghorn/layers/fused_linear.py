@@ -80,12 +80,12 @@ class FusedLinear:
                 self.ranks[index] = len(adapter.a)
         self.full: bool = first.weight.requires_grad
         self.rule = rule
-        self.in_fp8: bool = not self.full and fits_8_bits(storage, dtype, rule)
+        self.in_8_bits: bool = not self.full and fits_8_bits(storage, dtype, rule)
         self.read_narrow: list[Tensor] = []
         """Trained weights that other processes share, and whose 16 bits are gathered."""
         # rows of A that lie below W, so that dx is one product: [dy, s · dy B] [W; A]
-        below = 0 if self.in_fp8 else storage.rank_below(dtype)
-        if not self.in_fp8:
+        below = 0 if self.in_8_bits else storage.rank_below(dtype)
+        if not self.in_8_bits:
             self.source: WeightSource = self._source(storage, below, written_once)
         elif rule.forward is rule.backward is Numbers.E4M3:
             self.source = _fp8_source(storage, True, exact, codes_written)

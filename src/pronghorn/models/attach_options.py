@@ -140,6 +140,6 @@ def chooses_codes(layers: FusedLayers) -> bool:
     """Tell whether 8-bit codes can be kept or written out: for input gradients alone, of weights in 16 bits that no
     processes share."""
     dtype = layers.backbone.get_input_embeddings().weight.dtype
-    bases = [base for product, _ in layers.fp8_products(dtype) for base in product]
+    bases = [base for product, _ in layers.coded_products(dtype) for base in product]
     alone = not any(is_written_out(base) or hasattr(base.weight, ROW_SCALES) for base in bases)
     return layers.builder.compute is Compute.FP8 and alone

@@ -27,7 +27,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.families.registry import FAMILIES
 from pronghorn.families.spec import ACTIVATIONS
 from pronghorn.families.spec import Experts as ExpertsKind
-from pronghorn.kernels.grouped_fp8 import choose_fp8
+from pronghorn.kernels.grouped_codes import choose_coded
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.nf4_experts import NF4Tensor
@@ -73,12 +73,12 @@ class ExpertLayers:
         adapted = list(wrappers(self.model))
         if compute.in_8_bits and self._fold_reason(adapted) is None:
             integers = compute is Compute.INT8
-            way, why_fp8 = choose_fp8(weights(module)[0].device, _sizes(module), integers)
-            in_fp8 = f"products in {'8-bit integers' if integers else 'FP8'} by {way}"
+            way, why_fp8 = choose_coded(weights(module)[0].device, _sizes(module), integers)
+            in_8_bits = f"products in {'8-bit integers' if integers else 'FP8'} by {way}"
             if compute.forward_in_8_bits:
-                products, why = in_fp8, why_fp8
+                products, why = in_8_bits, why_fp8
             else:
-                products, why = f"forward {products}, input gradients' {in_fp8}", f"{why}; in FP8: {why_fp8}"
+                products, why = f"forward {products}, input gradients' {in_8_bits}", f"{why}; in FP8: {why_fp8}"
         lines = [("experts", f"routed once, {products}", why)]
         if adapted:
             folds = self._fold_reason(adapted)

@@ -95,8 +95,8 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         return _render_generic(handle)
     decisions, switches, model = decide(handle, autocast), handle.options.experimental, handle.model
     queries = queries_of(model, autocast)
-    in_fp8 = _experts_in_fp8(handle, autocast)
-    of_experts = handle.options.compute if in_fp8 == "" else Compute.DTYPE
+    in_8_bits = _experts_in_8_bits(handle, autocast)
+    of_experts = handle.options.compute if in_8_bits == "" else Compute.DTYPE
     experts = () if handle.experts is None else handle.experts.paths(_dtype(model, autocast), of_experts)
     sinks = family_of(model.config).load_attention == "eager"
     unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
@@ -192,7 +192,7 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
             return [PathTaken("products of frozen weights", "the model's dtype, written out once", why)]
         written = f"the model's dtype, written out of {kinds} for each product"
         return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
-    in_fp8, products = layers.in_fp8()
+    in_8_bits, products = layers.in_8_bits()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
     once = ", of weights written out once" if layers.builder.written_once else ""
     if compute is Compute.INT8:
@@ -201,19 +201,19 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         path = f"{path}, for input gradients; the forward in the model's dtype{once}"
     if chooses_codes(layers):
         path = f"{path}; {CODES_WRITTEN if layers.builder.codes_written else '8-bit codes kept beside the weights'}"
-    multiplied = [base for bases, _ in layers.fp8_products(_dtype(handle.model, autocast)) for base in bases]
+    multiplied = [base for bases, _ in layers.coded_products(_dtype(handle.model, autocast)) for base in bases]
     of_products = [base.weight for base in multiplied if isinstance(base.weight, PackedTensor)]
     again = len(of_products) - (0 if compute is Compute.INT8 else sum(map(has_own_codes, of_products)))
     if of_products:
         path = f"{path}; " + (
             f"{counted(again, 'weight')} of {kinds} quantised once more, by rows" if again else "the stored codes"
         )
-    if in_fp8 < products:
-        trained = {linear.full for linear in layers.linears() if not linear.in_fp8}
+    if in_8_bits < products:
+        trained = {linear.full for linear in layers.linears() if not linear.in_8_bits}
         whose = " or ".join(["trained"] * (True in trained) + ["gates'"] * (False in trained))
-        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are {whose}"
+        path = f"{path}; {products - in_8_bits} of {products} in the model's dtype, whose weights are {whose}"
     if handle.experts is not None:
-        apart = _experts_in_fp8(handle, autocast)
+        apart = _experts_in_8_bits(handle, autocast)
         too = "; experts both ways" if compute is Compute.INT8 else ", experts too"
         path = f"{path} (experts apart: {apart})" if apart else f"{path}{too}"
     unfused = layers.reason(autocast)
@@ -222,7 +222,7 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     return [PathTaken("products of frozen weights", path, unfused or "asked for")]
 
 
-def _experts_in_fp8(handle: Handle, autocast: torch.dtype | None) -> str | None:
+def _experts_in_8_bits(handle: Handle, autocast: torch.dtype | None) -> str | None:
     """Say why experts don't multiply in 8 bits: "" if they do, None where 8 bits weren't asked for."""
     if not handle.options.compute.in_8_bits or handle.layers is None:
         return None

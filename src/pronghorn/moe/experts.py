@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels import moe_glu
-from pronghorn.kernels.grouped_fp8 import CodedExperts, multiply_coded
+from pronghorn.kernels.grouped_codes import CodedExperts, multiply_coded
 from pronghorn.kernels.grouped_gemm import Way, multiply, outer
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.moe_rows import Rows, combine

@@ -1,4 +1,4 @@
-"""transformers' experts with products in 8 bits, as `kernels.grouped_fp8` states them and computed another way.
+"""transformers' experts with products in 8 bits, as `kernels.grouped_codes` states them and computed another way.
 
     y = q(x) q(W) + b        dx = q(dy) q'(W)ᵀ          q: to e4m3 and back, a scale a row of x, a column of W;
                                                       q': a scale a row of W [K, N]
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_fp8 import multiply_coded
+from pronghorn.kernels.grouped_codes import multiply_coded
 from pronghorn.kernels.quantise import quantise_rows_reference
 from pronghorn.layers.expert_codes import LentCodes
 from pronghorn.layers.linears import products_dtype

@@ -90,7 +90,7 @@ class CodedExperts:
         return self.backward if transposed else self.forward
 
 
-def choose_fp8(device: torch.device, sizes: tuple[int, ...], integers: bool = False) -> tuple[Way, str]:
+def choose_coded(device: torch.device, sizes: tuple[int, ...], integers: bool = False) -> tuple[Way, str]:
     """Return the way that grouped products in 8 bits take, and why.
 
     Args:
@@ -107,7 +107,7 @@ def choose_fp8(device: torch.device, sizes: tuple[int, ...], integers: bool = Fa
     return "triton", f"TMA fetches tiles; those of tokens' rows are read in place{copied}"
 
 
-def fp8_tile(columns: int, device: torch.device, exact: bool = False, integers: bool = False) -> Tile:
+def coded_tile(columns: int, device: torch.device, exact: bool = False, integers: bool = False) -> Tile:
     """Return the tile of a product in 8 bits, larger where a block may have 200 KB of shared memory (H100, B200).
 
     Exact sums need as many registers again: their tile stays narrow, and two programs share a multiprocessor. So do
@@ -186,7 +186,7 @@ def multiply_codes_triton(
     """
     experts, columns, depth = weight.codes.shape
     integers = weight.factors is not None
-    tile = fp8_tile(columns, codes.device, exact, integers)
+    tile = coded_tile(columns, codes.device, exact, integers)
     y = torch.empty(len(codes) if rows is None else len(rows), columns, dtype=dtype, device=codes.device)
     if not len(y):
         return y
