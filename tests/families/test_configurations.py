@@ -35,6 +35,15 @@ def test_a_window_that_transformers_has_in_its_flash_attention_alone_is_refused(
         attach(tiny_model("olmoe", sliding_window=5))
 
 
+def test_windows_that_transformers_has_in_its_masks_alone_are_refused() -> None:
+    """SmolLM3's attention has no window without `use_sliding_window`, and its masks have `layer_types`' anyway."""
+    windows = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    with pytest.raises(UnsupportedError, match=r"sliding_window is None.*5, beside.*set use_sliding_window to true"):
+        attach(tiny_model("smollm3", **windows))
+    model = tiny_model("smollm3", **windows, use_sliding_window=True)
+    compare(model, packed_row(LENGTHS, ROW), "cpu", torch.float32, layers="fused")
+
+
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
