@@ -20,6 +20,10 @@ from support.tiny import packed_row, tiny_model
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "another family's soft-cap": ("llama", {"final_logit_softcapping": 2.0}),
     "another family's auxiliary loss": ("llama", {"output_router_logits": True}),
+    "RoPE of no columns": (
+        "glm4_moe",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.0}},
+    ),
 }
 
 
