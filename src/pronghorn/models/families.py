@@ -174,7 +174,7 @@ def check_windows(backbone: Any) -> None:
     family, said = check_config(config), getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)  # None: a window is every layer's
     for index, layer in enumerate(backbone.layers):
-        masked = kinds is None or kinds[index] == "sliding_attention"
+        masked = kinds is None or [*kinds[index : index + 1]] == ["sliding_attention"]  # PEFT may add layers
         for block in family.blocks(layer):
             if not isinstance(block.kind, Attention):
                 continue
