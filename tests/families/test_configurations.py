@@ -20,6 +20,10 @@ from support.tiny import packed_row, tiny_model
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "another family's soft-cap": ("llama", {"final_logit_softcapping": 2.0}),
     "another family's auxiliary loss": ("llama", {"output_router_logits": True}),
+    "RoPE of no columns": (
+        "glm4_moe",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.0}},
+    ),
 }
 
 
@@ -33,6 +37,15 @@ def test_unusual_values(name: str, layers: str) -> None:
 def test_a_window_that_transformers_has_in_its_flash_attention_alone_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="sliding_window = 5"):
         attach(tiny_model("olmoe", sliding_window=5))
+
+
+def test_windows_that_transformers_has_in_its_masks_alone_are_refused() -> None:
+    """SmolLM3's attention has no window without `use_sliding_window`, and its masks have `layer_types`' anyway."""
+    windows = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    with pytest.raises(UnsupportedError, match=r"sliding_window is None.*5, beside.*set use_sliding_window to true"):
+        attach(tiny_model("smollm3", **windows))
+    model = tiny_model("smollm3", **windows, use_sliding_window=True)
+    compare(model, packed_row(LENGTHS, ROW), "cpu", torch.float32, layers="fused")
 
 
 @pytest.mark.parametrize(

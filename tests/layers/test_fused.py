@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from huggingface_hub import save_torch_model
+from peft import LoraConfig
 from safetensors.torch import load_file, save_model
 
 from pronghorn.diagnose.shapes import byte_tokenizer
@@ -304,6 +305,25 @@ def test_norms_that_peft_wrapped(name: str) -> None:
     assert loss == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(same, grads)
     assert path_of_layers(handle)[1] == "ModulesToSaveWrapper has no kernel"
+
+
+def test_an_adapter_on_linears_that_another_trains_whole() -> None:
+    """PEFT puts the second one's A and B into the wrapper of the first one's copies, which passes their names on."""
+    model = with_adapters(tiny_model("llama"), target_modules=["q_proj"], modules_to_save=["gate_proj", "down_proj"])
+    model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    batch, found = packed_row(LENGTHS, ROW), []
+    for layers in ("stock", "fused"):
+        attach(model, layers=layers)
+        for adapter in ("second", "default", "second"):
+            model.set_adapter(adapter)
+            model.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            # the second's A and B in the first one's copies are trained, too, and read by nobody
+            found.append((loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    for expected, ours in zip(found[:3], found[3:], strict=True):
+        assert ours[0] == pytest.approx(expected[0], rel=1e-6)
+        torch.testing.assert_close(ours[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
 def test_products_are_in_autocast_s_dtype() -> None:

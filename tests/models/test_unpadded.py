@@ -15,6 +15,7 @@ from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import DPOConfig, DPOTrainer
@@ -607,6 +608,28 @@ def test_dynamic_rope_beyond_its_limit_stays_padded() -> None:
     for limit in (TILE_ROWS - 1, TILE_ROWS):
         model = adapted(max_position_embeddings=limit, rope_parameters=rope)
         compare(model, batch(model), padded=limit < TILE_ROWS)
+
+
+@pytest.mark.parametrize("way", ["far positions", "padding before"])
+def test_queries_that_are_scaled_by_positions_beyond_the_row_stay_padded(way: str) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.4}
+    for first_scaled in (TILE_ROWS - 1, TILE_ROWS):  # rows of a tile have scaled queries, or have none
+        model = adapted("ministral3", rope_parameters=rope | {"original_max_position_embeddings": first_scaled})
+        given = batch(model)
+        if way == "far positions":
+            given["position_ids"] = torch.arange(LENGTH).expand(len(LENGTHS), -1) + TILE_ROWS
+        else:
+            empty = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+            given = {name: pad(value, (TILE_ROWS, 0), value=empty[name]) for name, value in given.items()}
+        attach(model, layers="fused")
+        seen = Seen(model)
+        ours = run(model, given)
+        padded = {tuple(given["input_ids"].shape)}
+        assert set(seen.taken()) == (padded if first_scaled == TILE_ROWS else {(1, TILE_ROWS)})
+        attached(model).detach()  # type: ignore[union-attr]
+        plain = run(model, given)
+        torch.testing.assert_close(ours[:2], plain[:2])
+        torch.testing.assert_close(ours[2], plain[2], rtol=1e-4, atol=1e-6)
 
 
 def test_virtual_tokens_come_first() -> None:

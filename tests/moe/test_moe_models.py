@@ -253,6 +253,13 @@ def test_the_auxiliary_loss_is_the_familys_without_the_padded_tail(family: str) 
     torch.testing.assert_close(whole.loss * 2, out.loss)
 
 
+def test_an_auxiliary_loss_without_experts_is_refused() -> None:
+    model = tiny_model("qwen3_moe", mlp_only_layers=[0, 1, 2], output_router_logits=True)
+    attach(model)
+    with pytest.raises(UnsupportedError, match=r"no layer of it routes.*output_router_logits to false"):
+        model(**packed_row([23], 40))
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_hooks_on_experts_activations_are_not_passed_over(family: str) -> None:
     """It is computed, not called: hooked before attach, experts go transformers' way; after it, an error."""

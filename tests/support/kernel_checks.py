@@ -246,6 +246,7 @@ def check_rope(device: str, dtype: torch.dtype) -> None:
     whole = [(*case, case[-1], None) for case in cases]
     # columns that are turned; wide heads; queries alone, with keys, and with values
     some = [(5, 4, 2, 64, 32, None), (3, 9, 3, 128, 96, None), (4, 8, 8, 64, 2, None), (1, 17, 1, 256, 64, None)]
+    some += [(3, 4, 2, 16, 0, None)]
     layouts = [(3, 2, 1, 512, 512, None), (3, 2, 1, 512, 512, 0), (3, 9, 0, 32, 32, 0)]
     for tokens, query, key_value, dim, turned, values in whole + some + layouts:
         angles = random(tokens, turned // 2, device="cpu", dtype=torch.float64, seed=1)

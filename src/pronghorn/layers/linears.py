@@ -61,7 +61,7 @@ def unfused_reason(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
             return "FSDP shards the weights"
         if type(base.weight) is not nn.Parameter and not is_written_out(base):
             return f"a weight is a {type(base.weight).__name__}: sharded, or computed"
-        if linear is not base and not hasattr(linear, "lora_A"):
+        if linear is not base and "lora_A" not in linear._modules:  # not of what PEFT's ModulesToSaveWrapper passes on
             return f"{type(linear).__module__} is not LoRA"
         if len(active) > 1:
             return f"{len(active)} adapters are active at once"

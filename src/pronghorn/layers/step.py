@@ -65,7 +65,7 @@ class Step:
         """Return RoPE's cos and sin as [T, D_r]; computed once a forward for each pair of tables."""
         found = self._tables.get(id(tables[0]))
         if found is None:
-            cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in tables)
+            cos, sin = (x.flatten(0, -2).expand(tokens, -1) for x in tables)
             if self.halved_rotary:
                 cos, sin = torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)
             found = self._tables[id(tables[0])] = (tables, cos, sin)

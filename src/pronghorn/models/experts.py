@@ -240,7 +240,14 @@ def balancing_loss(
     Args:
         router_logits: [T, E] of each layer; labels: int64 [1, T], unshifted, -100 where nothing is predicted.
         num_items: the supervised tokens of the accumulated batch; None for this batch's own.
+    Raises:
+        UnsupportedError: no layer has a router, or the family has no such loss.
     """
+    if not router_logits:  # transformers' own function fails then
+        raise UnsupportedError(
+            f"{type(model).__name__} is to have an auxiliary loss, and no layer of it routes tokens to experts",
+            "set config.output_router_logits to false",
+        )
     upto = pad((labels.flatten() != IGNORE_INDEX).cumsum(0), (1, 0))
     counts = upto[packed.cu_seqlens[1:]] - upto[packed.cu_seqlens[:-1]]
     counted = (counts > 0)[packed.document_ids]

@@ -164,23 +164,32 @@ def head_dims(model: Any) -> list[int]:
 
 def check_windows(backbone: Any) -> None:
     """Refuse attention whose modules hold another window than the configuration: transformers' flash follows the
-    modules, its SDPA's masks the configuration, and padded batches these.
+    modules, its SDPA's masks the configuration, and padded batches these. SmolLM3's modules hold none, whatever
+    `layer_types` say, unless `use_sliding_window` is true.
 
     Raises:
         UnsupportedError: names both windows.
     """
     config = backbone.config
     family, said = check_config(config), getattr(config, "sliding_window", None)
-    in_all = getattr(config, "layer_types", None) is None  # a window is every layer's
-    for layer in backbone.layers:
+    kinds = getattr(config, "layer_types", None)  # None: a window is every layer's
+    for index, layer in enumerate(backbone.layers):
+        masked = kinds is None or [*kinds[index : index + 1]] == ["sliding_attention"]  # PEFT may add layers
         for block in family.blocks(layer):
             if not isinstance(block.kind, Attention):
                 continue
             module = layer.get_submodule(block.module)
             held = getattr(module, "sliding_window", None)
-            if held != said and (held is not None or (in_all and hasattr(module, "sliding_window"))):
+            if held != said and (held is not None or (masked and hasattr(module, "sliding_window"))):
+                problem = f"{type(module).__name__}.sliding_window is {held}, and the configuration's {said}"
+                if kinds is not None and getattr(config, "use_sliding_window", None) is False:
+                    raise UnsupportedError(
+                        f"{problem}, beside use_sliding_window = False",
+                        "copy the model's folder and set use_sliding_window to true in its config.json, or "
+                        "sliding_window to null and each of layer_types to full_attention",
+                    )
                 raise UnsupportedError(
-                    f"{type(module).__name__}.sliding_window is {held}, and the configuration's {said}",
+                    problem,
                     "set the configuration's before loading, which gives both: "
                     "config = AutoConfig.from_pretrained(...), config.sliding_window = ..., "
                     "from_pretrained(..., config=config)",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pronghorn.data.batch import TILE_ROWS, PackedBatch, coarse, round_up
 from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.families.spec import Attention
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.watch import hooks_in
 from pronghorn.memory.recompute import has_own_forward
@@ -74,6 +75,10 @@ def unpad(layers: FusedLayers, kwargs: dict[str, Any], tokens: Tensor, labels: T
     if graphs is not None and not asks_for_more(backbone.config, kwargs) and graphs.may_serve(int(lengths.max())):
         step = coarse(count, step, longest_tail(backbone.config))  # a graph serves one length
     tail = round_up(count, step) - count
+    if positions is not None or last.max() > count + tail:  # which may lie beyond the row
+        scaled = _scaled_from(layers)
+        if scaled is not None and count + tail <= scaled <= (length - 1 if positions is None else int(positions.max())):
+            return None
     places = torch.from_numpy(np.flatnonzero(real)).to(tokens.device)
     taken = torch.cat([places, places[:1].expand(tail)])
     for name in ("input_ids", "inputs_embeds"):
@@ -83,6 +88,19 @@ def unpad(layers: FusedLayers, kwargs: dict[str, Any], tokens: Tensor, labels: T
     kwargs["position_ids"], kwargs[UNPADDED] = positions[None], (batch, length, places)
     documents = [*lengths.tolist(), *([tail] if tail else [])]
     return PackedBatch.build(documents, tokens=count + tail, padding=tail, device=tokens.device)
+
+
+def _scaled_from(layers: FusedLayers) -> int | None:
+    """Return the least position whose query a layer scales (Ministral 3), or None. Rows of as many tokens at most are
+    computed without a look at their positions (`layers.heads`)."""
+    builder, found = layers.builder, list[int]()
+    for layer in layers.backbone.layers:
+        for block in builder.family.blocks(layer):
+            module = layer.get_submodule(block.module)
+            if isinstance(block.kind, Attention) and builder.is_own(module):
+                scale = block.kind.query_scale(module)
+                found += [] if scale is None else [scale[1]]
+    return min(found, default=None)
 
 
 def _is_plain(layers: FusedLayers, kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
