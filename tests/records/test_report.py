@@ -208,6 +208,25 @@ def test_slow_steps_have_a_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bar.tasks[0].time_remaining == 7 * 120
 
 
+@pytest.mark.parametrize(("minutes", "left"), [(None, "3:14:00"), (10, "0:04:00"), (1000, "3:14:00")])
+def test_a_bar_shows_no_more_time_left_than_the_limit(
+    minutes: float | None, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = ProgressCallback(Console(file=io.StringIO(), width=120, force_terminal=True), minutes)
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=100, global_step=0, log_history=[])
+    callback.on_train_begin(None, state, None)
+    bar, now = callback._progress, 0.0
+    assert bar is not None
+    monkeypatch.setattr(bar, "get_time", lambda: now)
+    monkeypatch.setattr(bar.tasks[0], "_get_time", lambda: now)
+    bar.reset(bar.tasks[0].id)
+    for state.global_step in (1, 2, 3):
+        now += 120.0
+        callback.on_step_end(None, state, None)
+    callback.close()
+    assert left in callback.console.file.getvalue().splitlines()[-2]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("total", [3, None])
 def test_track_yields_everything(terminal: bool, total: int | None) -> None:
