@@ -151,5 +151,11 @@ def _finite(value: Any) -> Any:
 def trainable_parameters(model: Any) -> dict[str, float]:
     """Count how much of the model is trained: `tensors`, `parameters`, and their `share` of all parameters."""
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    everything = sum(p.numel() for p in model.parameters())
+    everything = sum(_numbers(p) for p in model.parameters())
     return {"tensors": len(trained), "parameters": sum(trained), "share": sum(trained) / max(everything, 1)}
+
+
+def _numbers(parameter: Any) -> int:
+    """Count a weight's numbers. bitsandbytes stores two of 4 bits as one."""
+    state = getattr(parameter, "quant_state", None)
+    return math.prod(parameter.shape if state is None else state.shape)
