@@ -54,7 +54,7 @@ def loss_chart(record: RunRecord) -> str:
             points = [(entry["step"], entry["loss"]) for entry in record.evaluations if math.isfinite(entry["loss"])]
             axes.plot(*zip(*points, strict=True), "o-", color=_MARK, linewidth=1, markersize=4, zorder=3)
         before, after = record.heldout["before"], record.heldout["after"]
-        ends = (steps[0], steps[-1]) if steps else (0, 1)
+        ends = (steps[0], record.kept_step or steps[-1]) if steps else (0, 1)
         for x, y, words, side in ((ends[0], before, "before", 0.0), (ends[1], after, "after", 1.0)):
             if y is not None and math.isfinite(y):
                 axes.plot([x], [y], "o", color=_MARK, markersize=7, clip_on=False, zorder=4)

@@ -54,6 +54,8 @@ class RunRecord:
     """Each {step, loss}: held-out loss during training."""
     resumed_at: list[int] = field(default_factory=list)
     """Steps at which the run was taken up again after it was killed or stopped."""
+    kept_step: int | None = None
+    """The step of the lowest held-out loss, whose weights are the result, where it isn't the last one."""
     out_of_memory: list[dict[str, Any]] = field(default_factory=list)
     """Each {step, micro_batch, used_bytes, total_bytes (None: CPU), plan}: what `train.oom_retry` survived."""
     schema: str = SCHEMA

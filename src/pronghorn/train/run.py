@@ -135,6 +135,7 @@ class _Run:
     trainer: SFTTrainer
     control: RunControl
     progress: ProgressCallback
+    kept_step: int | None = None
 
     @property
     def output(self) -> Path:
@@ -274,10 +275,10 @@ def _train(current: _Run) -> None:
         _train_on(current)
     trainer = current.trainer
     best, asked = trainer.state.best_model_checkpoint, current.recipe.train
-    evaluates = asked.load_best and asked.eval_steps
-    if best is None or not evaluates or step_of(Path(best)) == trainer.state.global_step:
+    if best is None or not (asked.load_best and asked.eval_steps) or step_of(Path(best)) == trainer.state.global_step:
         return
-    current.console.print(f"The lowest held-out loss was at step {step_of(Path(best))}: those weights are kept")
+    current.kept_step = step_of(Path(best))
+    current.console.print(f"The lowest held-out loss was at step {current.kept_step}: those weights are kept")
     try:
         trainer.load_weights(current.output / Path(best).name)  # the folder may have been moved since
     except DataError as error:
@@ -394,5 +395,6 @@ def _record(
         peak_memory_bytes=peak_bytes(model.device) if model.device.type == "cuda" else None,
         evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
         resumed_at=state.resumed_at,
+        kept_step=current.kept_step,
         out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
     )
