@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pronghorn.cli.train import summary
 from pronghorn.errors import DataError
-from pronghorn.records.charts import loss_chart
+from pronghorn.records.charts import loss_chart, losses_chart
 from pronghorn.records.record import RunRecord
 from pronghorn.records.report import write_report
 from pronghorn.train.progress import ProgressCallback, duration, track
@@ -244,8 +244,9 @@ def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
 def test_a_result_that_isn_t_the_last_step_is_called_so(tmp_path: Path) -> None:
     said = "; the result is step 30, the lowest"
     assert said in page(record(kept_step=30), tmp_path).text and said not in page(record(), tmp_path).text
-    ends = [loss_chart(record(kept_step=step)) for step in (None, 80, 30)]
-    assert ends[0] == ends[1] != ends[2]  # where the loss after training stands
+    for draw in (loss_chart, lambda run: losses_chart([run])):
+        ends = [draw(record(kept_step=step)) for step in (None, 80, 30)]
+        assert ends[0] == ends[1] != ends[2]  # where the loss after training stands
 
 
 def test_evaluations_and_resumes_are_shown(tmp_path: Path) -> None:

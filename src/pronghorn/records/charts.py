@@ -107,7 +107,7 @@ def losses_chart(records: Sequence[RunRecord]) -> str:
             axes.plot(steps, smoothed(losses), color=colour, linewidth=2, label=str(number + 1))
             after = record.heldout["after"]
             if steps and after is not None and math.isfinite(after):
-                axes.plot([steps[-1]], [after], "o", color=colour, markersize=7, clip_on=False)
+                axes.plot([record.kept_step or steps[-1]], [after], "o", color=colour, markersize=7, clip_on=False)
 
     return svg("losses", "Smoothed training loss by step of each run, held-out loss after it marked", draw)
 
