@@ -118,6 +118,11 @@ def steps_of_log(history: list[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
+def peak_of(history: list[dict[str, float]], own: int) -> int:
+    """Return the most bytes of a run's memory: this process's `own`, or what the log has of those before a resume."""
+    return max([own, *(round(entry["peak_memory_gib"] * 2**30) for entry in history if "peak_memory_gib" in entry)])
+
+
 def write_table(path: Path, schema: str, table: dict[str, Any]) -> Path:
     """Write a JSON file of the run's folder, whole or not at all; TrainingError if it can't be written."""
     try:

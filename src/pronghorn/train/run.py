@@ -32,7 +32,7 @@ from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
 from pronghorn.records.live import LivePage
 from pronghorn.records.model_card import write_cards
-from pronghorn.records.record import RunRecord, steps_of_log, trainable_parameters
+from pronghorn.records.record import RunRecord, peak_of, steps_of_log, trainable_parameters
 from pronghorn.records.report import write_report
 from pronghorn.text import counted
 from pronghorn.train.build import autocast_dtype, check_device, load, make_trainer, planned_steps, training_arguments
@@ -392,7 +392,7 @@ def _record(
         trainable=trainable_parameters(model),
         seconds=time.perf_counter() - started + current.control.seconds_before,
         stopped=state.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
-        peak_memory_bytes=peak_bytes(model.device) if model.device.type == "cuda" else None,
+        peak_memory_bytes=peak_of(history, peak_bytes(model.device)) if model.device.type == "cuda" else None,
         evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
         resumed_at=state.resumed_at,
         kept_step=current.kept_step,
