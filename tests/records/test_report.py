@@ -242,7 +242,7 @@ def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_result_that_isn_t_the_last_step_is_called_so(tmp_path: Path) -> None:
-    said = "; the result is step 30, the lowest"
+    said = "; the result is of step 30, where it was lowest"
     assert said in page(record(kept_step=30), tmp_path).text and said not in page(record(), tmp_path).text
     for draw in (loss_chart, lambda run: losses_chart([run])):
         ends = [draw(record(kept_step=step)) for step in (None, 80, 30)]

@@ -127,6 +127,9 @@ def _make_folder(output: Path) -> None:
     try:
         if output.resolve() == Path.cwd():
             raise ConfigError("train.output is the current folder", "give the run a folder of its own")
+        gone = next((path for path in (output, *output.parents) if path.is_symlink() and not path.exists()), None)
+        if gone is not None:  # perhaps on a disk that isn't mounted; mkdir would say that the file exists
+            raise FileNotFoundError(errno.ENOENT, f"{gone} links to {gone.readlink()}, which is not there")
         output.mkdir(parents=True, exist_ok=True)
         if not os.access(output, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
