@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from pronghorn.cli.train import summary
-from pronghorn.errors import DataError
+from pronghorn.errors import ConfigError, DataError
 from pronghorn.records.charts import loss_chart, losses_chart
 from pronghorn.records.record import RunRecord
 from pronghorn.records.report import write_report
@@ -247,6 +248,20 @@ def test_a_result_that_isn_t_the_last_step_is_called_so(tmp_path: Path) -> None:
     for draw in (loss_chart, lambda run: losses_chart([run])):
         ends = [draw(record(kept_step=step)) for step in (None, 80, 30)]
         assert ends[0] == ends[1] != ends[2]  # where the loss after training stands
+
+
+def test_charts_are_drawn_whatever_the_user_s_matplotlib_is_set_to() -> None:
+    import matplotlib
+
+    plain = loss_chart(record())
+    with matplotlib.rc_context({"text.usetex": True, "lines.linestyle": "--", "axes.xmargin": 0.3}):
+        assert loss_chart(record()) == plain
+
+
+def test_a_matplotlib_that_can_not_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.style", None)
+    with pytest.raises(ConfigError, match=r"matplotlib, which draws reports, can't be imported \(.*report\.html=false"):
+        loss_chart(record())
 
 
 def test_evaluations_and_resumes_are_shown(tmp_path: Path) -> None:

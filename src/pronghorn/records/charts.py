@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pronghorn.errors import ConfigError
 from pronghorn.records.record import RunRecord
 
 if TYPE_CHECKING:
@@ -130,13 +131,19 @@ def _curve(axes: Axes, x: Sequence[float], y: Sequence[float], smooth: bool = Tr
 
 def svg(name: str, title: str, draw: Callable[[Axes], None]) -> str:
     """Return a chart as an SVG element for an HTML page; `name` keeps its ids apart from the other charts'."""
-    import matplotlib
     from markupsafe import Markup
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context(_STYLE):
+    try:
+        import matplotlib.style
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except (ImportError, ValueError) as error:  # built for another NumPy; a script's MPLBACKEND that isn't installed
+        raise ConfigError(
+            f"matplotlib, which draws reports, can't be imported ({error})",
+            "install it again, or set report.html=false and unset MPLBACKEND if that is what is wrong",
+        ) from error
+    with matplotlib.style.context(["default", _STYLE]):  # a user's own settings may ask for LaTeX, or other colours
         figure = Figure(figsize=(6.6, 3.6), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
