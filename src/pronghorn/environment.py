@@ -142,6 +142,12 @@ def stay_quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
+def draw_without_windows() -> None:
+    """Forget which backend matplotlib shall show figures in: reports need none, and its import fails if that one isn't
+    installed. A Jupyter kernel gives its own to every program that a cell starts."""
+    os.environ.pop("MPLBACKEND", None)
+
+
 def tokenize_in_one_thread() -> None:
     """Let tokenizers use one thread of this process, which is one of as many as there are cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -64,6 +64,16 @@ def test_the_allocator_grows_its_segments_unless_told_otherwise(monkeypatch: pyt
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
+def test_a_notebook_s_backend_does_not_keep_a_report_from_being_drawn(tmp_path: Path) -> None:
+    """A kernel gives it to what a cell starts; where it isn't installed, matplotlib's import fails."""
+    record().write(tmp_path)
+    command = [sys.executable, "-m", "pronghorn", "report", str(tmp_path)]
+    backend = {"MPLBACKEND": "module://matplotlib_of_a_notebook"}
+    done = subprocess.run(command, env={**os.environ, **backend}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "<svg" in (tmp_path / "report.html").read_text()
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A recipe that is right, though its model doesn't exist."""

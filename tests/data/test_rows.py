@@ -196,7 +196,11 @@ BAD = {
     "observation first": (shared_gpt({"from": "observation", "value": "1"}), "message 1: a tool's result with no call"),
     "two systems": (
         row(system="a", conversations=[{"from": "system", "value": "b"}, HUMAN]),
-        "message 2: a system message that is not the first",
+        "line 1: a system message in system, and one in conversations: keep one of the two",
+    ),
+    "two humans behind a system": (
+        row(system="a", conversations=[HUMAN, HUMAN]),
+        "line 1 message 2: two user messages in a row",
     ),
     "output empty": (row(instruction="a", output=""), "line 1: an empty output"),
     "instruction empty": (row(instruction=" ", input="", output="b"), "line 1: an empty instruction"),

@@ -21,6 +21,7 @@ from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
 from pronghorn.export.gguf_lora import write_gguf_lora
+from pronghorn.loading.gguf import tokenizer_of
 from pronghorn.models.lora import add_lora
 from support.adapters import adapter_that_shows
 from support.tiny import tiny_model
@@ -132,6 +133,12 @@ def test_a_file_says_what_it_is(stories: Path, tmp_path: Path) -> None:
     b = layer.lora_B["default"].weight.detach()
     turned = b.view(4, 2, 8, 4).transpose(1, 2).reshape(b.shape)  # 4 heads of 16 rows: halves become neighbours
     assert torch.equal(torch.tensor(tensors["blk.0.attn_q.weight.lora_b"].data), turned)
+
+
+def test_a_file_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    path = write_gguf_lora(adapted("llama", 512, target_modules=["q_proj"]), tmp_path / "adapter.gguf")
+    with pytest.raises(UnsupportedError, match=r"adapter\.gguf is a LoRA adapter, not a model: .*--lora FILE"):
+        tokenizer_of(path)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_a_card_names_what_a_reader_asks(library: str, use: str) -> None:
     ):
         assert text in written.text, text
     assert "/home/me" not in written.text
+    assert "| 80 (the weights are those of step 30), learning rate" in card(of_run(kept_step=30), library)
     shown = written.text.partition("````yaml\n")[2].partition("````")[0]
     assert Recipe.model_validate(yaml.safe_load(shown), strict=False).model.name == "a/b"
 

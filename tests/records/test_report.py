@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from pronghorn.cli.train import summary
-from pronghorn.errors import DataError
+from pronghorn.errors import ConfigError, DataError
+from pronghorn.records.charts import loss_chart, losses_chart
 from pronghorn.records.record import RunRecord
 from pronghorn.records.report import write_report
 from pronghorn.train.progress import ProgressCallback, duration, track
@@ -208,6 +210,25 @@ def test_slow_steps_have_a_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bar.tasks[0].time_remaining == 7 * 120
 
 
+@pytest.mark.parametrize(("minutes", "left"), [(None, "3:14:00"), (10, "0:04:00"), (1000, "3:14:00")])
+def test_a_bar_shows_no_more_time_left_than_the_limit(
+    minutes: float | None, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = ProgressCallback(Console(file=io.StringIO(), width=120, force_terminal=True), minutes)
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=100, global_step=0, log_history=[])
+    callback.on_train_begin(None, state, None)
+    bar, now = callback._progress, 0.0
+    assert bar is not None
+    monkeypatch.setattr(bar, "get_time", lambda: now)
+    monkeypatch.setattr(bar.tasks[0], "_get_time", lambda: now)
+    bar.reset(bar.tasks[0].id)
+    for state.global_step in (1, 2, 3):
+        now += 120.0
+        callback.on_step_end(None, state, None)
+    callback.close()
+    assert left in callback.console.file.getvalue().splitlines()[-2]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("total", [3, None])
 def test_track_yields_everything(terminal: bool, total: int | None) -> None:
@@ -219,6 +240,28 @@ def test_track_yields_everything(terminal: bool, total: int | None) -> None:
 def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
     path = record(heldout={"before": float("nan"), "after": float("inf"), "rows": 1}).write(tmp_path)
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["heldout"]["before"] is None
+
+
+def test_a_result_that_isn_t_the_last_step_is_called_so(tmp_path: Path) -> None:
+    said = "; the result is of step 30, where it was lowest"
+    assert said in page(record(kept_step=30), tmp_path).text and said not in page(record(), tmp_path).text
+    for draw in (loss_chart, lambda run: losses_chart([run])):
+        ends = [draw(record(kept_step=step)) for step in (None, 80, 30)]
+        assert ends[0] == ends[1] != ends[2]  # where the loss after training stands
+
+
+def test_charts_are_drawn_whatever_the_user_s_matplotlib_is_set_to() -> None:
+    import matplotlib
+
+    plain = loss_chart(record())
+    with matplotlib.rc_context({"text.usetex": True, "lines.linestyle": "--", "axes.xmargin": 0.3}):
+        assert loss_chart(record()) == plain
+
+
+def test_a_matplotlib_that_can_not_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.style", None)
+    with pytest.raises(ConfigError, match=r"matplotlib, which draws reports, can't be imported \(.*report\.html=false"):
+        loss_chart(record())
 
 
 def test_evaluations_and_resumes_are_shown(tmp_path: Path) -> None:

@@ -85,7 +85,13 @@ def test_a_recipe_says_what_is_computed_in(make: Any, left: str, monkeypatch: py
     assert training_arguments(full).mixed_precision == "bf16"
 
 
-def test_deepspeed_is_refused_before_anything_is_loaded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(UnsupportedError, match=r"DeepSpeed is switched on .*: switch it off; launch.strategy: sharded"):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron-LM"), ("PARALLELISM_CONFIG", "another parallelism")],
+)
+def test_deepspeed_and_its_like_are_refused_before_anything_is_loaded(
+    make: Any, monkeypatch: pytest.MonkeyPatch, name: str, what: str
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(UnsupportedError, match=rf"{what} is switched on .*: switch it off; launch.strategy: sharded"):
         training_arguments(make("out"))

@@ -559,7 +559,7 @@ def test_moved_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any)
         run(make("run", train={"eval_steps": 4}), QUIET)
     shutil.rmtree(tmp_path / "run/adapter")
     (tmp_path / "run").rename(tmp_path / "moved")
-    run(make("moved", train={"eval_steps": 4}), QUIET)
+    assert run(make("moved", train={"eval_steps": 4}), QUIET).kept_step == 4
     kept, best = (tmp_path / "moved" / name / "adapter_model.safetensors" for name in ("adapter", "checkpoint-4"))
     assert kept.read_bytes() == best.read_bytes()
 

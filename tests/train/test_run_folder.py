@@ -311,6 +311,14 @@ def test_an_output_that_can_not_be_is_refused_before_anything_is_loaded(
             run(make(name), QUIET)
 
 
+@pytest.mark.parametrize("name", ["run", "run/mine"])
+def test_an_output_on_a_disk_that_is_not_there_is_called_so(make: Make, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "scratch")
+    with pytest.raises(ConfigError, match=r"train\.output.*run links to .*scratch, which is not there"):
+        run(make(name), QUIET)
+    assert not (tmp_path / "scratch").exists()
+
+
 def test_a_folder_of_something_else_stays_as_it_is(make: Make, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/notes.txt").write_text("mine")

@@ -29,7 +29,7 @@ from pronghorn.cli.profile import profile
 from pronghorn.cli.report import report
 from pronghorn.cli.train import train
 from pronghorn.cli.verify import verify
-from pronghorn.environment import grow_segments, stay_quiet
+from pronghorn.environment import draw_without_windows, grow_segments, stay_quiet
 
 ORDER = [
     *("init", "convert", "train", "data", "report", "chat", "export"),
@@ -135,6 +135,7 @@ def _root(
         raise typer.Exit
     grow_segments()
     stay_quiet()
+    draw_without_windows()
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_load_report)
     # on some CPUs it tells everybody who imports it to install a package that nothing here uses
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

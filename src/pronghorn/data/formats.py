@@ -324,7 +324,11 @@ def _messages(fields: dict[str, Any], at: str, **place: Any) -> Conversation:
 
 def _sharegpt(fields: dict[str, Any], at: str, **place: Any) -> Conversation:
     turns = read_turns(sharegpt_message, fields["conversations"], "conversations", at)
-    return Conversation(in_order([*_system(fields, at), *turns], at), read_tools(fields.get("tools"), at), **place)
+    system = _system(fields, at)
+    if system and turns[0].role == "system":
+        raise DataError(f"{at}: a system message in system, and one in conversations", "keep one of the two")
+    messages = in_order([*system, *turns], at, first=1 - len(system))  # numbers are those of conversations
+    return Conversation(messages, read_tools(fields.get("tools"), at), **place)
 
 
 def _alpaca(fields: dict[str, Any], at: str, **place: Any) -> Conversation:

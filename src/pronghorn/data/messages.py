@@ -110,11 +110,12 @@ def sharegpt_message(item: Any, at: str) -> Message:
     return openai_message(turn, at)
 
 
-def in_order(messages: Sequence[Message], at: str) -> tuple[Message, ...]:
+def in_order(messages: Sequence[Message], at: str, first: int = 1) -> tuple[Message, ...]:
     """Return the messages, if their order can be a conversation's: system first, then a user, no two users in a row, a
-    tool's result after a call, nothing empty where the assistant speaks. Raises DataError otherwise."""
+    tool's result after a call, nothing empty where the assistant speaks. Raises DataError otherwise; the messages
+    count from `first`."""
     previous, called = "", False
-    for number, message in enumerate(messages, 1):
+    for number, message in enumerate(messages, first):
         role, wrong = message.role, None
         if role == "system" and previous:
             wrong = "a system message that is not the first", "move it to the front"

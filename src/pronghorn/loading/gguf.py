@@ -121,6 +121,11 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _check(header: GgufHeader) -> None:
+    if header.metadata.get("general.type") == "adapter":
+        raise UnsupportedError(
+            f"{header.path.name} is a LoRA adapter, not a model",
+            "give llama.cpp both: llama-server -m BASE.gguf --lora FILE; here, the folder of PEFT's adapter",
+        )
     if header.architecture not in ARCHITECTURES:
         raise UnsupportedError(
             f"{header.path.name}: GGUF architecture {header.architecture!r} is not served",

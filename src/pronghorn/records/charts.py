@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pronghorn.errors import ConfigError
 from pronghorn.records.record import RunRecord
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def loss_chart(record: RunRecord) -> str:
             points = [(entry["step"], entry["loss"]) for entry in record.evaluations if math.isfinite(entry["loss"])]
             axes.plot(*zip(*points, strict=True), "o-", color=_MARK, linewidth=1, markersize=4, zorder=3)
         before, after = record.heldout["before"], record.heldout["after"]
-        ends = (steps[0], steps[-1]) if steps else (0, 1)
+        ends = (steps[0], record.kept_step or steps[-1]) if steps else (0, 1)
         for x, y, words, side in ((ends[0], before, "before", 0.0), (ends[1], after, "after", 1.0)):
             if y is not None and math.isfinite(y):
                 axes.plot([x], [y], "o", color=_MARK, markersize=7, clip_on=False, zorder=4)
@@ -107,7 +108,7 @@ def losses_chart(records: Sequence[RunRecord]) -> str:
             axes.plot(steps, smoothed(losses), color=colour, linewidth=2, label=str(number + 1))
             after = record.heldout["after"]
             if steps and after is not None and math.isfinite(after):
-                axes.plot([steps[-1]], [after], "o", color=colour, markersize=7, clip_on=False)
+                axes.plot([record.kept_step or steps[-1]], [after], "o", color=colour, markersize=7, clip_on=False)
 
     return svg("losses", "Smoothed training loss by step of each run, held-out loss after it marked", draw)
 
@@ -130,13 +131,19 @@ def _curve(axes: Axes, x: Sequence[float], y: Sequence[float], smooth: bool = Tr
 
 def svg(name: str, title: str, draw: Callable[[Axes], None]) -> str:
     """Return a chart as an SVG element for an HTML page; `name` keeps its ids apart from the other charts'."""
-    import matplotlib
     from markupsafe import Markup
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context(_STYLE):
+    try:
+        import matplotlib.style
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except (ImportError, ValueError) as error:  # built for another NumPy; a script's MPLBACKEND that isn't installed
+        raise ConfigError(
+            f"matplotlib, which draws reports, can't be imported ({error})",
+            "install it again, or set report.html=false and unset MPLBACKEND if that is what is wrong",
+        ) from error
+    with matplotlib.style.context(["default", _STYLE]):  # a user's own settings may ask for LaTeX, or other colours
         figure = Figure(figsize=(6.6, 3.6), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()

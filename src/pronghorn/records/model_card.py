@@ -170,6 +170,7 @@ def _facts(record: RunRecord, licence: str | None) -> list[tuple[str, str]]:
         rows = counted(int(record.heldout["rows"] or 0), "row")
         loss = f"{before:.4f} → {after:.4f}, over {rows}, nats per supervised token"
     steps = record.steps[-1]["step"] if record.steps else 0
+    kept = "" if record.kept_step is None else f" (the weights are those of step {record.kept_step:,})"
     schedule = f"learning rate {train['learning_rate']:g}, {train['lr_scheduler']}"
     documents = counted(packing["documents"], "document")
     of_data = "the data may have another of their own"
@@ -178,7 +179,7 @@ def _facts(record: RunRecord, licence: str | None) -> list[tuple[str, str]]:
         ("Trained", f"{method}, {parameters:,.0f} parameters ({share:.2%} of the model)"),
         ("Data", f"{sources or '–'}: {documents}, {packing['tokens']:,} tokens{supervised}"),
         ("Held-out loss", loss),
-        ("Steps", f"{steps:,.0f}, {schedule}, {train['optimizer']}, on {record.device}"),
+        ("Steps", f"{steps:,.0f}{kept}, {schedule}, {train['optimizer']}, on {record.device}"),
         ("Licence", f"{licence}, the base's; {of_data}" if licence else f"the base's, which its card tells; {of_data}"),
     ]
 

@@ -54,6 +54,8 @@ class RunRecord:
     """Each {step, loss}: held-out loss during training."""
     resumed_at: list[int] = field(default_factory=list)
     """Steps at which the run was taken up again after it was killed or stopped."""
+    kept_step: int | None = None
+    """The step of the lowest held-out loss, whose weights are the result, where it isn't the last one."""
     out_of_memory: list[dict[str, Any]] = field(default_factory=list)
     """Each {step, micro_batch, used_bytes, total_bytes (None: CPU), plan}: what `train.oom_retry` survived."""
     schema: str = SCHEMA
@@ -116,6 +118,11 @@ def steps_of_log(history: list[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
+def peak_of(history: list[dict[str, float]], own: int) -> int:
+    """Return the most bytes of a run's memory: this process's `own`, or what the log has of those before a resume."""
+    return max([own, *(round(entry["peak_memory_gib"] * 2**30) for entry in history if "peak_memory_gib" in entry)])
+
+
 def write_table(path: Path, schema: str, table: dict[str, Any]) -> Path:
     """Write a JSON file of the run's folder, whole or not at all; TrainingError if it can't be written."""
     try:
@@ -151,5 +158,11 @@ def _finite(value: Any) -> Any:
 def trainable_parameters(model: Any) -> dict[str, float]:
     """Count how much of the model is trained: `tensors`, `parameters`, and their `share` of all parameters."""
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    everything = sum(p.numel() for p in model.parameters())
+    everything = sum(_numbers(p) for p in model.parameters())
     return {"tensors": len(trained), "parameters": sum(trained), "share": sum(trained) / max(everything, 1)}
+
+
+def _numbers(parameter: Any) -> int:
+    """Count a weight's numbers. bitsandbytes stores two of 4 bits as one."""
+    state = getattr(parameter, "quant_state", None)
+    return math.prod(parameter.shape if state is None else state.shape)

@@ -85,6 +85,8 @@ def headlines(record: RunRecord, live: bool = False) -> list[tuple[str, str, str
         change = (after - before) / before if before else math.nan
         if math.isfinite(change):
             note = f"{change:+.1%} ".replace("-", "−") + note
+        if record.kept_step is not None:
+            note += f"; the result is of step {record.kept_step:,}, where it was lowest"
         cards.append(("Held-out loss", f"{before:.4f} → {after:.4f}", note))
     elif record.steps:
         first, last = record.steps[0]["loss"], record.steps[-1]["loss"]

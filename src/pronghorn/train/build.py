@@ -151,18 +151,27 @@ def of_one_process(recipe: Recipe, processes: int) -> Recipe:
     return recipe.model_copy(update={"packing": packing, "train": train, "launch": launch})
 
 
+_NOT_SERVED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "another parallelism",
+}
+"""What `accelerate launch` asks for by its configuration, by the variables that it sets. FSDP is `validate`'s."""
+
+
 def training_arguments(recipe: Recipe) -> SFTConfig:
     """Make the trainer's arguments of a recipe, which joins the processes that torchrun started.
 
     Raises:
         ConfigError: the rows of a step can't be shared by these processes, or two have one GPU.
-        UnsupportedError: GPUs without NCCL, or DeepSpeed in accelerate's configuration.
+        UnsupportedError: GPUs without NCCL, or what isn't served in accelerate's configuration.
     """
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise UnsupportedError(
-            "DeepSpeed is switched on in accelerate's configuration (ACCELERATE_USE_DEEPSPEED), which isn't served",
-            "switch it off; launch.strategy: sharded shares a model's layers among GPUs",
-        )
+    for name, what in _NOT_SERVED.items():
+        if parse_flag_from_env(name):
+            raise UnsupportedError(
+                f"{what} is switched on in accelerate's configuration ({name}), which isn't served",
+                "switch it off; launch.strategy: sharded shares a model's layers among GPUs",
+            )
     processes, timeout = world_size(), timedelta(minutes=recipe.launch.timeout_minutes)
     if processes > 1:  # here, as transformers sets no limit on CPUs, and whoever asks for the device joins the others
         check_backend(processes)

@@ -13,11 +13,13 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 from transformers import TrainerCallback
 
 from pronghorn.text import counted, duration
@@ -55,7 +57,8 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
         self._progress = _bar(self.console)
-        self._task = self._progress.add_task("Training", total=state.max_steps, completed=state.global_step, figures="")
+        begun: dict[str, Any] = {"completed": state.global_step, "figures": "", "limit": self._limit}
+        self._task = self._progress.add_task("Training", total=state.max_steps, **begun)
         self._progress.start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
@@ -152,6 +155,18 @@ class RowsProgress:
             self.console.print(f"{source}: {rows} tokenised in {duration(task.elapsed or 0.0)}", markup=False)
 
 
+class _TimeLeft(TimeRemainingColumn):
+    """The time that the steps left will take, or what is left of the task's `limit` in seconds if that is less."""
+
+    def render(self, task: Task) -> Text:
+        limit = max(task.fields.get("limit", math.inf) - (task.elapsed or 0.0), 0.0)
+        steps = math.inf if task.time_remaining is None else task.time_remaining
+        if steps <= limit:
+            return super().render(task)
+        minutes, seconds = divmod(int(limit), 60)
+        return Text(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}", style="progress.remaining")
+
+
 def _bar(console: Console, transient: bool = False) -> Progress:
     """Make a progress bar, which shows only on a terminal."""
     return Progress(
@@ -161,7 +176,7 @@ def _bar(console: Console, transient: bool = False) -> Progress:
         TextColumn("{task.fields[figures]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
-        TimeRemainingColumn(),
+        _TimeLeft(),
         console=console,
         disable=not console.is_terminal,
         transient=transient,

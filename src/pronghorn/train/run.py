@@ -32,7 +32,7 @@ from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
 from pronghorn.records.live import LivePage
 from pronghorn.records.model_card import write_cards
-from pronghorn.records.record import RunRecord, steps_of_log, trainable_parameters
+from pronghorn.records.record import RunRecord, peak_of, steps_of_log, trainable_parameters
 from pronghorn.records.report import write_report
 from pronghorn.text import counted
 from pronghorn.train.build import autocast_dtype, check_device, load, make_trainer, planned_steps, training_arguments
@@ -135,6 +135,7 @@ class _Run:
     trainer: SFTTrainer
     control: RunControl
     progress: ProgressCallback
+    kept_step: int | None = None
 
     @property
     def output(self) -> Path:
@@ -274,10 +275,10 @@ def _train(current: _Run) -> None:
         _train_on(current)
     trainer = current.trainer
     best, asked = trainer.state.best_model_checkpoint, current.recipe.train
-    evaluates = asked.load_best and asked.eval_steps
-    if best is None or not evaluates or step_of(Path(best)) == trainer.state.global_step:
+    if best is None or not (asked.load_best and asked.eval_steps) or step_of(Path(best)) == trainer.state.global_step:
         return
-    current.console.print(f"The lowest held-out loss was at step {step_of(Path(best))}: those weights are kept")
+    current.kept_step = step_of(Path(best))
+    current.console.print(f"The lowest held-out loss was at step {current.kept_step}: those weights are kept")
     try:
         trainer.load_weights(current.output / Path(best).name)  # the folder may have been moved since
     except DataError as error:
@@ -391,8 +392,9 @@ def _record(
         trainable=trainable_parameters(model),
         seconds=time.perf_counter() - started + current.control.seconds_before,
         stopped=state.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
-        peak_memory_bytes=peak_bytes(model.device) if model.device.type == "cuda" else None,
+        peak_memory_bytes=peak_of(history, peak_bytes(model.device)) if model.device.type == "cuda" else None,
         evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
         resumed_at=state.resumed_at,
+        kept_step=current.kept_step,
         out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
     )

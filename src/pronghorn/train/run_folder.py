@@ -124,6 +124,9 @@ def _newest_checkpoint(recipe: Recipe, output: Path, console: Console, allow: bo
 def _make_folder(output: Path) -> None:
     """Make the run's folder, which may be there; ConfigError where no folder can be, or is one of something else."""
     try:
+        gone = next((path for path in (output, *output.parents) if path.is_symlink() and not path.exists()), None)
+        if gone is not None:  # perhaps on a disk that isn't mounted; mkdir would say that the file exists
+            raise FileNotFoundError(errno.ENOENT, f"{gone} links to {gone.readlink()}, which is not there")
         output.mkdir(parents=True, exist_ok=True)
         if not os.access(output, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
