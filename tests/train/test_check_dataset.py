@@ -114,3 +114,14 @@ def test_what_is_given_to_evaluate_is_looked_at(stories: Path, tmp_path: Path, p
         formatting_func=lambda row: row["tale"],
     )
     assert trainer.evaluate(Dataset.from_list([{"tale": "A dog ran."}]))["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])
+def test_turns_that_a_format_makes_arrays_of_are_refused(stories: Path, tmp_path: Path, column: str) -> None:
+    model, tokenizer = adapted(stories)
+    tokenizer.chat_template = CHATML
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Lily."}]
+    row = {"prompt": turns[:1], "completion": turns[1:]} if column == "prompt" else {column: turns}
+    rows = Dataset.from_list([row, row]).with_format("numpy")
+    with pytest.raises(DataError, match=rf"^train_dataset: by its format {column} is an array.*reset_format\(\)"):
+        SFTTrainer(model, config(tmp_path), train_dataset=rows, tokenizer=tokenizer)
