@@ -78,7 +78,9 @@ def test_products_in_8_bits_may_be_further_from_plain_s_in_16(
     found = speed.compare(Recipe.load(recipe, changes), Console(quiet=True), 2, 1)
     apart = abs(found.pronghorn.loss / found.plain.loss - 1)
     limits = (
-        (speed.LOSS_LIMIT_16_BITS, speed.LOSS_LIMIT_FP8) if compute == "fp8_both" else (0, speed.LOSS_LIMIT_16_BITS)
+        (speed.LOSS_LIMIT_16_BITS, speed.LOSS_LIMIT_IN_8_BITS)
+        if compute == "fp8_both"
+        else (0, speed.LOSS_LIMIT_16_BITS)
     )
     assert limits[0] < apart < limits[1]
 

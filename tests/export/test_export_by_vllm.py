@@ -97,12 +97,12 @@ def test_a_server_ends_with_whoever_started_it(answering_run: Path, tmp_path: Pa
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None
         server = Server(process.stdout.readline().strip(), timeout=5)
-        assert server.get("/v1/models")["data"]
+        assert server.ask("/v1/models")["data"]
         process.kill()
     until = time.monotonic() + 30
     with pytest.raises(ServerError, match="nothing answers"):
         while time.monotonic() < until:
-            server.get("/v1/models")
+            server.ask("/v1/models")
             time.sleep(0.2)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
@@ -111,6 +111,11 @@ def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="has experts"):
         write_fp8_checkpoint(tmp_path / "experts", tmp_path / "again")
     file = tmp_path / "plain" / "model.safetensors"
+    tensors = load_file(file)
+    flat = {"model.layers.0.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"].flatten()}
+    save_file(tensors | flat, file)
+    with pytest.raises(DataError, match=r"up_proj\.weight is \[\d+\], not \["):
+        write_fp8_checkpoint(tmp_path / "plain", tmp_path / "again")
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(DataError, match="not a whole safetensors file"):
         write_fp8_checkpoint(tmp_path / "plain", tmp_path / "again")

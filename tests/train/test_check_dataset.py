@@ -89,8 +89,10 @@ def test_a_transform_that_would_be_left_out_is_refused(stories: Path, tmp_path: 
     tokenised = Dataset.from_list([{"input_ids": [1, 5, 6], "labels": [1, 5, 6]}] * 2)
     masked = tokenised.with_transform(lambda rows: {**rows, "labels": [[-100, -100, 6]] * len(rows["labels"])})
     for rows in (masked, Dataset.from_list([{"text": "One day"}]).with_transform(lambda rows: rows)):
-        with pytest.raises(DataError, match="has a transform"):
+        with pytest.raises(DataError, match="has a transform") as refused:
             SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=rows, tokenizer=tokenizer)
+        made = eval(refused.value.remedy, {"dataset": rows, "FUNCTION": rows.format["format_kwargs"]["transform"]})
+        assert made.column_names == rows.column_names and made.format["type"] is None
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -114,3 +116,16 @@ def test_what_is_given_to_evaluate_is_looked_at(stories: Path, tmp_path: Path, p
         formatting_func=lambda row: row["tale"],
     )
     assert trainer.evaluate(Dataset.from_list([{"tale": "A dog ran."}]))["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])
+def test_turns_that_a_format_makes_arrays_of_are_refused(stories: Path, tmp_path: Path, column: str) -> None:
+    model, tokenizer = adapted(stories)
+    tokenizer.chat_template = CHATML
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Lily."}]
+    row = {"prompt": turns[:1], "completion": turns[1:]} if column == "prompt" else {column: turns}
+    rows = Dataset.from_list([row, row]).with_format("numpy")
+    with pytest.raises(
+        DataError, match=rf"^train_dataset: by its format {column} is an array.*dataset\.with_format\(None\)"
+    ):
+        SFTTrainer(model, config(tmp_path), train_dataset=rows, tokenizer=tokenizer)

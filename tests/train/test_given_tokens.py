@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from datasets import Dataset, Features, Sequence, Value
 
 from pronghorn import SFTTrainer
 from pronghorn.errors import DataError
 from pronghorn.train.given_tokens import check_given
+from pronghorn.train.prepared_rows import supervised
 from support.trainers import adapted, config
 
 GOOD = {"input_ids": [1, 5, 6], "labels": [-100, 5, 6], "attention_mask": [1, 1, 1]}
@@ -65,6 +67,7 @@ def test_columns_of_every_kind_are_read(stories: Path) -> None:
         Dataset.from_list([{"input_ids": [], "labels": []}, GOOD]),
         Dataset.from_list([{"input_ids": []}]),
         Dataset.from_list([{**GOOD, "attention_mask": [0]}]),  # of something else
+        Dataset.from_list([{**GOOD, "labels": [-100, 5]}]),  # refused where rows are made of them
         Dataset.from_list([{"input_ids": [1, 5, 2], "attention_mask": [1, 1, 0], "completion_mask": [0, 1, 0]}]),
         Dataset.from_list([GOOD]).with_format("torch"),
         Dataset.from_list([GOOD, GOOD]).select([1]),
@@ -72,3 +75,17 @@ def test_columns_of_every_kind_are_read(stories: Path) -> None:
         check_given("rows", rows, tokenizer, model)
     with pytest.raises(DataError, match=re.escape("rows row 2: input_ids holds 700")):
         check_given("rows", Dataset.from_list([{"input_ids": [700]}, GOOD]).select([1, 0]), tokenizer, model)
+
+
+def hidden() -> pyarrow.Array:
+    """Three lists, the second of which is null and has numbers all the same, as Arrow may."""
+    offsets, numbers = pyarrow.array([0, 2, 4, 6], pyarrow.int32()), pyarrow.array([1, 5, 6, 7, 1, 700])
+    return pyarrow.ListArray.from_arrays(offsets, numbers, mask=pyarrow.array([False, True, False]))
+
+
+def test_numbers_that_lie_under_a_null_are_counted_nowhere(stories: Path) -> None:
+    model, tokenizer = adapted(stories)
+    with pytest.raises(DataError, match=re.escape("rows row 3: input_ids holds 700")):
+        check_given("rows", Dataset(pyarrow.table({"input_ids": hidden()})), tokenizer, model)
+    documents = Dataset(pyarrow.table({"labels": hidden()}))
+    assert supervised("rows", documents) is documents  # null labels are refused later

@@ -98,6 +98,20 @@ def test_trainers_learn_responses_only(kind: Any, packing: bool, stories: Path, 
     assert trainer.train().training_loss > 0
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_may_have_a_format(packing: bool, stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    found = []
+    for format in (None, "torch", "numpy"):
+        data = Dataset.from_dict({"text": [TEXT, OTHER]}).with_format(format)
+        trainer = SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=data, processing_class=tokenizer)
+        train_on_responses_only(trainer, USER, BOT)
+        rows = list(trainer.train_dataset)
+        found.append([trained_text(tokenizer, row["input_ids"], row["labels"]) for row in rows])
+    trainer.train()
+    assert found[0] == found[1] == found[2] and len([answer for row in found[0] for answer in row]) == 3
+
+
 @pytest.mark.parametrize("kind", [SFTTrainer, trl.SFTTrainer])
 def test_evaluation_may_be_unpacked(kind: Any, stories: Path, tmp_path: Path) -> None:
     model, tokenizer = adapted(stories)

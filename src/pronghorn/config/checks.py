@@ -26,7 +26,7 @@ class _Rule(NamedTuple):
     remedy: str
 
 
-def _fp8(recipe: Any) -> bool:
+def _in_8_bits(recipe: Any) -> bool:
     return recipe.precision.compute != "dtype"
 
 
@@ -75,7 +75,7 @@ _RULES = (
         "set train.eval_steps and data.eval, or choose cosine",
     ),
     _Rule(
-        lambda r: _fp8(r) and _full(r),
+        lambda r: _in_8_bits(r) and _full(r),
         "precision.compute: {precision.compute} with adapter.method: full: 8-bit products are for frozen weights",
         "leave precision.compute out, or set adapter.method: lora",
     ),
@@ -85,7 +85,7 @@ _RULES = (
         "set precision.compute: fp8, or leave it out",
     ),
     _Rule(
-        lambda r: _fp8(r) and r.precision.dtype == "float32",
+        lambda r: _in_8_bits(r) and r.precision.dtype == "float32",
         "precision.compute: {precision.compute} with precision.dtype: float32",
         "leave precision.compute out, or set precision.dtype: bfloat16",
     ),

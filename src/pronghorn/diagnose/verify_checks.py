@@ -39,7 +39,7 @@ RULE = (
     f"{THREE_WAY.factor:.0f} times plain's own error from exact, and four roundings of float32 "
     "(pronghorn docs numerics)"
 )
-RULE_OF_FP8 = (
+RULE_IN_8_BITS = (
     "plain and exact multiply the same operands in 8 bits; besides, each gradient's cosine to float32's without 8 bits "
     f"is shown beside {COSINE}"
 )
@@ -128,7 +128,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         tensors=len(distances),
         dtype=str(compute).removeprefix("torch."),
         reference=str(wide).removeprefix("torch."),
-        rule=f"{RULE}; {RULE_OF_FP8}" if in_8_bits else RULE,
+        rule=f"{RULE}; {RULE_IN_8_BITS}" if in_8_bits else RULE,
         rows=[[len(document) for document in row] for row in subject.rows],
         labels=subject.n_labels,
         paths=paths,

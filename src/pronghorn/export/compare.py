@@ -1,7 +1,7 @@
 """Compare a served or exported model with the one that was trained: token ids, log-probabilities, answers, stops.
 
-The trained model is in transformers, what is compared with it an `Engine`: transformers, a server, llama.cpp. An engine
-that has no way to tell something raises `NotServed`, and the comparison names what it could not compare.
+The trained model runs in transformers. What is compared with it is an `Engine`: transformers, a server, llama.cpp. An
+engine that has no way to tell something raises `NotServed`, and the comparison names what it could not compare.
 """
 
 from __future__ import annotations

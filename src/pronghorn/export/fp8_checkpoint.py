@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pronghorn.errors import ConfigError, UnsupportedError
@@ -86,8 +85,8 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
         table = json.loads((path / "config.json").read_text(encoding="utf-8"))
         table["quantization_config"] = _quantisation([name for name, module in model.named_modules() if module is head])
         (writing / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-        stored = [each for each in checkpoint(path) if each.name in expected]
-        like = ((each.name, torch.empty(each.shape, dtype=each.dtype, device="meta")) for each in stored)
+        stored = (each for each in checkpoint(path) if each.name in expected)
+        like = ((each.name, expected[each.name].to(each.dtype)) for each in stored)  # of another shape is refused below
         _write(writing, _quantised(tensors, linears), dict(_quantised(like, linears)), shard_bytes)
     return target
 

@@ -73,12 +73,12 @@ class ExpertLayers:
         adapted = list(wrappers(self.model))
         if compute.in_8_bits and self._fold_reason(adapted) is None:
             integers = compute is Compute.INT8
-            way, why_fp8 = choose_coded(weights(module)[0].device, _sizes(module), integers)
+            way, why_coded = choose_coded(weights(module)[0].device, _sizes(module), integers)
             in_8_bits = f"products in {'8-bit integers' if integers else 'FP8'} by {way}"
             if compute.forward_in_8_bits:
-                products, why = in_8_bits, why_fp8
+                products, why = in_8_bits, why_coded
             else:
-                products, why = f"forward {products}, input gradients' {in_8_bits}", f"{why}; in FP8: {why_fp8}"
+                products, why = f"forward {products}, input gradients' {in_8_bits}", f"{why}; in FP8: {why_coded}"
         lines = [("experts", f"routed once, {products}", why)]
         if adapted:
             folds = self._fold_reason(adapted)

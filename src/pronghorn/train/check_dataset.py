@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, IterableDataset
 
 from pronghorn.data.formats import beside, likely_columns
@@ -52,7 +53,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
         if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and not prepared:
             raise DataError(
                 f"{name} has a transform (with_transform), which what is made of its rows would leave out",
-                "dataset.reset_format().map(FUNCTION, batched=True)",
+                "dataset.with_format(None).map(FUNCTION, batched=True)",
             )
         if "labels" in row and "input_ids" not in row:
             raise DataError(
@@ -156,6 +157,9 @@ def _check_nulls(name: str, dataset: Any, row: dict[str, Any], columns: set[str]
 
 def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) -> None:
     """Refuse rows that TRL makes no documents of, and conversations without a chat template."""
+    of_turns = ("messages", "conversations", "prompt", "completion")
+    if array := next((column for column in of_turns if isinstance(row.get(column), np.ndarray)), None):
+        raise DataError(f"{name}: by its format {array} is an array, and TRL reads lists", "dataset.with_format(None)")
     turns = prepared_rows.has_turns(row)
     if turns and text not in row and tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(

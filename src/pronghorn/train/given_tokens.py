@@ -12,6 +12,7 @@ from datasets import Dataset
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import DataError
 from pronghorn.models.families import base_causal_lm
+from pronghorn.train.prepared_rows import rows_of_tokens
 
 
 def check_given(name: str, given: Any, tokenizer: Any, model: Any) -> None:
@@ -45,7 +46,7 @@ class _Column:
     def __init__(self, name: str, column: str, lists: Any, first: int) -> None:
         self.called, self._first = f"{name} row {{}}: {column}", first
         values = pyarrow.compute.list_flatten(lists)
-        self.rows = pyarrow.compute.list_parent_indices(lists).to_numpy()
+        self.rows = rows_of_tokens(lists)
         if values.null_count:
             place = np.argmax(values.is_null().to_numpy())
             raise DataError(f"{self.at(place)} holds a null", "leave such rows out by dataset.filter")
@@ -76,8 +77,8 @@ def _check_padding(columns: dict[str, _Column], trained: bool) -> None:
     """Refuse padding whose own tokens are trained (`trained`: no labels mean all are), or that stands before tokens,
     which would see it: documents are read as they are, without a mask."""
     mask, labels = columns["attention_mask"], columns.get("labels")
-    if not np.array_equal(mask.rows, columns["input_ids"].rows):
-        return  # of something else
+    if not all(np.array_equal(mask.rows, each.rows) for each in columns.values()):
+        return  # of something else, or labels that are refused where rows are made
     padding = mask.values == 0
     last = np.diff(mask.rows, append=-1) != 0
     before = padding & ~last & ~np.append(padding[1:], True)

@@ -129,11 +129,18 @@ def check_assistant_only(row: dict[str, Any], formats: bool, tokenizer: Any, arg
         ) from error
 
 
+def rows_of_tokens(lists: Any) -> np.ndarray:
+    """Return the row of each number that `list_flatten` gives of a column of lists. Arrow's own `list_parent_indices`
+    counts numbers that lie hidden under a null, too."""
+    lengths = pyarrow.compute.fill_null(pyarrow.compute.list_value_length(lists), 0)
+    return np.repeat(np.arange(len(lists)), lengths.to_numpy())
+
+
 def supervised(name: str, documents: Dataset) -> Dataset:
     """Return the tokenised documents less those of which no token is trained; a document's first one never is."""
     kept: list[bool] = []
     for table in documents.select_columns("labels").with_format("arrow").iter(batch_size=10_000):
-        rows = pyarrow.compute.list_parent_indices(table["labels"]).to_numpy()  # of each token
+        rows = rows_of_tokens(table["labels"])
         trained = pyarrow.compute.list_flatten(table["labels"]).to_numpy() != IGNORE_INDEX
         trained &= np.diff(rows, prepend=-1) == 0  # but for first ones
         stays = table["labels"].is_null().to_numpy()  # those without a list of labels stay, to be refused

@@ -87,6 +87,7 @@ def _relabelled(dataset: Any, name: str, markers: Markers, unclear: list[int], t
         raise UnsupportedError(f"{name} is streamed", "load it whole (streaming=False)")
     if not isinstance(documents, Dataset):
         documents = Dataset.from_list(list(documents))
+    documents = documents.with_format(None)  # its lists are read, whatever format it has
     columns = documents.column_names
     if "input_ids" not in columns:
         raise DataError(f"{name} has no input_ids but {', '.join(columns)}", "let the trainer tokenise it first")

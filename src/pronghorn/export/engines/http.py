@@ -50,12 +50,8 @@ class Server:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._opener = build_opener(_NoRedirects)
 
-    def get(self, path: str) -> Any:
-        """Return the JSON of a path."""
-        return self.post(path, None)
-
-    def post(self, path: str, body: dict[str, Any] | None) -> Any:
-        """Send JSON (None: ask for the path alone) and return JSON.
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the JSON of a path, got or, with a body, posted.
 
         Raises:
             NotServed: the server doesn't know the path.

@@ -55,7 +55,7 @@ class OpenAIServer:
     def _models(self) -> list[dict[str, Any]]:
         remedy = "give the address of an OpenAI-compatible server, e.g. http://127.0.0.1:8000"
         try:
-            table = self.server.get("/v1/models")
+            table = self.server.ask("/v1/models")
         except (NotServed, Refused) as error:
             raise ServerError(f"{self.server.url} is not OpenAI-compatible: {error.problem}", remedy) from None
         models = table.get("data") if isinstance(table, dict) else None
@@ -69,7 +69,7 @@ class OpenAIServer:
         """Return the server's version, if it tells one."""
         for path, key in (("/version", "version"), ("/api/version", "version"), ("/props", "build_info")):
             try:
-                version = self.server.get(path).get(key)
+                version = self.server.ask(path).get(key)
             except (PronghornError, AttributeError):
                 continue
             if isinstance(version, str):
@@ -134,7 +134,7 @@ class OpenAIServer:
             return table
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        table = self.server.post(path, {"model": self.model, "temperature": 0, **body})
+        table = self.server.ask(path, {"model": self.model, "temperature": 0, **body})
         if not isinstance(table, dict):
             raise NotServed(f"{path} gives no object", "use an OpenAI-compatible server")
         return table

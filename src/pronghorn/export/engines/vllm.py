@@ -96,7 +96,7 @@ def serve_vllm(
 
 def _answers(server: Server) -> bool:
     try:
-        server.get("/v1/models")
+        server.ask("/v1/models")
     except PronghornError:
         return False
     return True
