@@ -17,6 +17,7 @@ from accelerate.utils.operations import convert_outputs_to_fp32
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+from pronghorn import FastLanguageModel
 from pronghorn.attention.packed import implementation
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
@@ -25,6 +26,7 @@ from pronghorn.models import loss as loss_module
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recompute_layers, recomputes_layers, rope_limit
 from pronghorn.models.metadata import CACHES, stock_batch
+from support.composites import write_composite
 from support.documents import attach_options, compare, one_document_at_a_time
 from support.fused import BIASED, WIDE, count_attachments, with_adapters
 from support.generic import generic_model
@@ -926,6 +928,16 @@ def test_only_causal_language_models_are_attached(kind: str) -> None:
     other = getattr(transformers, kind).from_config(tiny_model("llama").config)
     with pytest.raises(UnsupportedError, match="is not a causal language model"):
         attach(other)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3", "qwen2_5_vl"])
+def test_a_model_with_towers_is_refused_with_a_way_that_loads_it(kind: str, tmp_path: Path) -> None:
+    """AutoModelForCausalLM knows none of these."""
+    whole = write_composite(tmp_path, kind)
+    with pytest.raises(UnsupportedError, match=r"is not a causal language model.*load it by FastLanguageModel"):
+        attach(whole)
+    model, _ = FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=64, dtype=torch.float32)
+    assert attached(model) is not None
 
 
 def test_mixed_adapters_are_refused() -> None:

@@ -447,6 +447,18 @@ def test_a_cache_that_is_asked_for_is_there() -> None:
     assert model(**given).past_key_values is None
 
 
+def test_a_teacher_whose_configuration_wants_no_cache_computes_no_padding() -> None:
+    """TRL's GKD, GOLD and IWOPD call it without `use_cache`; `generate()` doesn't read the configuration."""
+    model = tiny_model("llama").eval()
+    given = batch(model)
+    attach(model, layers="fused")
+    assert UNPADDED not in seen_keywords(model.model, lambda: model(**given))
+    model.config.use_cache = False
+    assert UNPADDED in seen_keywords(model.model, lambda: model(**given))
+    caches = seen_keywords(model.model, lambda: model.generate(given["input_ids"][:1], max_new_tokens=2))
+    assert {"past_key_values", "cache"} & set(caches)
+
+
 def both_ways(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Return what a call gives of an attached and of a detached model."""
     attach(model, layers="fused")

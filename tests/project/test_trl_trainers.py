@@ -166,5 +166,5 @@ def test_windows_learn_alike(name: str, models: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(name for name in SOME if name != "GKD-0.5"), "GKD-0.0", *BALANCED])
 def test_experts_learn_alike(name: str, models: Any, tmp_path: Path) -> None:
-    """GKD that generates fails with transformers alone, too: while it does, it asks for routers' logits."""
+    """GKD and GOLD that generate fail with transformers alone, too: while they do, they ask for routers' logits."""
     compare(name, models, tmp_path, "qwen3_moe")

@@ -35,7 +35,7 @@ def check_subject(model: nn.Module) -> None:
     if not any(name.endswith("ForCausalLM") for name in names) and not names & _causal_lm_names(base):
         raise UnsupportedError(
             f"{type(base).__name__} is not a causal language model, and packed rows are made for these",
-            "load it with AutoModelForCausalLM, or train it with transformers alone",
+            "load it by FastLanguageModel (of one with towers, the language model), or train it by transformers alone",
         )
 
 
