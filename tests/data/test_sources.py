@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -460,6 +461,25 @@ def test_texts_and_tables_are_streamed(tmp_path: Path, suffix: str, monkeypatch:
     finally:
         tracemalloc.stop()
     assert numbers == [*range(rows)]
+
+
+def test_a_table_is_not_closed_while_a_thread_may_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its number, which the next file gets, Arrow's thread took that one's first bytes, and so the names."""
+    closed = []
+
+    class Watched(pyarrow.OSFile):  # type: ignore[misc]
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(files, "LINE_LIMIT", 2**16)
+    monkeypatch.setattr(pyarrow, "OSFile", Watched)
+    path = tmp_path / "big.csv"
+    path.write_text("text\n" + "\n".join(f"{number} " + "a" * 1000 for number in range(2000)))
+    rows = files.read_file(path)
+    assert next(rows) == (1, {"text": "0 " + "a" * 1000})
+    rows.close()  # type: ignore[attr-defined]
+    assert closed == []
 
 
 def test_a_text_that_never_ends_is_refused_before_it_fills_the_memory(

@@ -336,12 +336,14 @@ def _csv(path: Path) -> Values:
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
     parse = csv.ParseOptions(newlines_in_values=True)
     try:
-        # a file of Arrow's: the reader's own thread may wait for Python's lock while the reader is let go
-        with pyarrow.OSFile(str(path)) as file, csv.open_csv(file, read, parse) as inferred:
+        # A file of Arrow's: the reader's own thread may wait for Python's lock while the reader is let go. Nothing
+        # closes it but the reader's end, since that thread reads ahead: from a closed file's number, which the next
+        # file that is opened gets, it would take that one's bytes away.
+        with csv.open_csv(pyarrow.OSFile(str(path)), read, parse) as inferred:
             names = inferred.schema.names
         _check_names(names, path)
         as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
-        with pyarrow.OSFile(str(path)) as file, csv.open_csv(file, read, parse, as_text) as batches:
+        with csv.open_csv(pyarrow.OSFile(str(path)), read, parse, as_text) as batches:
             yield from enumerate((value for batch in batches for value in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
         _decode(path.read_bytes(), path, 1)  # which names the line of bytes that aren't UTF-8
