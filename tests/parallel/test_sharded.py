@@ -19,8 +19,8 @@ from pronghorn.loading.share import share_layers
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.passes import relative_error
 from pronghorn.parallel.sharded import BUFFERS, sharded
+from pronghorn.parity.distance import relative_error
 from pronghorn.precision.compute import Compute
 from pronghorn.train.checkpoint import Fingerprint
 from support.processes import WORLD, alone, selected, together

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.weight_layout import GroupStorage
-from pronghorn.models.passes import relative_error
 from pronghorn.parity import quantised
+from pronghorn.parity.distance import relative_error
 from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.source import Activation

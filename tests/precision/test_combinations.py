@@ -24,7 +24,7 @@ from pronghorn.errors import PronghornError
 from pronghorn.export import merge
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
-from pronghorn.models.passes import relative_error
+from pronghorn.parity.distance import relative_error
 from support.documents import LENGTHS, ROW, gradients
 from support.fused import loss_and_gradients, with_adapters
 from support.tiny import in_4_bits, packed_row, tiny_model

@@ -28,9 +28,9 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.loading.skeleton import tied_names
 from pronghorn.models.attach import plain_class
 from pronghorn.models.families import base_causal_lm, has_experts
-from pronghorn.models.passes import in_evaluation, relative_error
+from pronghorn.models.passes import in_evaluation
 from pronghorn.parallel.state import refuse_sharded
-from pronghorn.parity.distance import MERGED_LOGITS
+from pronghorn.parity.distance import MERGED_LOGITS, relative_error
 from pronghorn.precision.loader import StoredTensor, load
 
 _ROOM = 2**30

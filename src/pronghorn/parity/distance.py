@@ -135,6 +135,11 @@ def errors(x: Tensor, exact: Tensor) -> tuple[float, float]:
     return l2(error) / math.sqrt(error.numel()), error.abs().max().item()
 
 
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """Return the L2 norm of x − exact over that of exact."""
+    return ratio(l2(x - exact), l2(exact))
+
+
 def mean_limit(plain: Sequence[Tensor], exact: Sequence[Tensor], mean: float) -> float:
     """Return how far a mean over all documents' losses may be from `mean`.
 
