@@ -309,6 +309,7 @@ def test_norms_that_peft_wrapped(name: str) -> None:
 
 def test_an_adapter_on_linears_that_another_trains_whole() -> None:
     """PEFT puts the second one's A and B into the wrapper of the first one's copies, which passes their names on."""
+    torch.manual_seed(0)  # some draws of such large adapters round so far that no gradient is close
     model = with_adapters(tiny_model("llama"), target_modules=["q_proj"], modules_to_save=["gate_proj", "down_proj"])
     model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     batch, found = packed_row(LENGTHS, ROW), []
