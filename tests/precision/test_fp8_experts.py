@@ -210,8 +210,8 @@ def test_which_product_a_card_takes(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     chosen, reason = choose_coded(torch.device("cuda"), sizes)
     assert chosen == "triton" and why in reason
-    copied = choose_coded(torch.device("cuda"), sizes, integers=True)[1]
-    assert ("or copied" in copied) is (fetched and not any(each % 16 for each in sizes))
+    of_integers = choose_coded(torch.device("cuda"), sizes, integers=True)[1]
+    assert ("or gathered" in of_integers) is (fetched and not any(each % 16 for each in sizes))
     assert uses_tma(torch.device("cuda")) is fetched
     monkeypatch.setattr(launch, "TensorDescriptor", None)  # another Triton
     assert not uses_tma(torch.device("cuda"))

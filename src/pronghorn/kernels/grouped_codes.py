@@ -10,7 +10,7 @@ W lies in two layouts, quantised each by itself: [E, N, K] for x W with a scale 
 and not each of their rows; both layouts are read along the sum, as tensor cores of 8 bits need it.
 
 Besides the plain way there is a Triton kernel. On Hopper TMA fetches its tiles, but for those of tokens' rows: e4m3's
-are read in place, those of integers copied first where they meet many columns, which was the faster of both. Torch's
+are read in place, integers' gathered first for products with many columns, as was the faster for each. Torch's
 `scaled_grouped_mm` takes up to half as long again, for exact sums up to 3.7 times as long.
 """
 
@@ -103,8 +103,8 @@ def choose_coded(device: torch.device, sizes: tuple[int, ...], integers: bool = 
         return "triton", "tiles are read in place: TMA is used on Hopper"
     if any(size % MULTIPLE for size in sizes):
         return "triton", f"tiles are read in place: TMA needs multiples of {MULTIPLE}, sizes are {sizes}"
-    copied = f", or copied where they meet {GATHERED:,} columns and more" if integers else ""
-    return "triton", f"TMA fetches tiles; those of tokens' rows are read in place{copied}"
+    gathered = f", or gathered for {GATHERED:,} columns and more" if integers else ""
+    return "triton", f"TMA fetches tiles; those of tokens' rows are read in place{gathered}"
 
 
 def coded_tile(columns: int, device: torch.device, exact: bool = False, integers: bool = False) -> Tile:
@@ -242,9 +242,8 @@ def multiply_coded(
     if not codes.is_cuda:
         return multiply_codes_reference(codes, scales, side, offsets, tokens, dtype)
     tma = codes.shape[1] % MULTIPLE == 0 and uses_tma(codes.device)
-    if tma and tokens is not None:
-        if side.factors is None or side.codes.shape[1] < GATHERED:
-            tma = False
-        else:  # copied once, so that TMA fetches them
-            codes, scales, tokens = codes.index_select(0, tokens), scales.index_select(0, tokens), None
+    integers, columns = side.factors is not None, side.codes.shape[1]
+    if tma and tokens is not None and integers and columns >= GATHERED:
+        codes, scales, tokens = codes.index_select(0, tokens), scales.index_select(0, tokens), None
+    tma = tma and tokens is None  # which reads rows in their order
     return multiply_codes_triton(codes, scales, side, offsets, tokens, dtype, weight.exact, tma)
