@@ -143,9 +143,11 @@ def test_copy_into_a_static_batch() -> None:
     first.copy_into(second)
     assert [getattr(second, name).data_ptr() for name in names] == addresses
     assert all(torch.equal(getattr(second, name), getattr(first, name)) for name in names)
-    with pytest.raises(AssertionError):
+    assert second.chunk_documents[:4].tolist() == [[0, 1], [1, 1], [2, 1], [0, 0]]
+    assert second.chunk_bounds[:4].tolist() == [[0, 3, -1, -1], [3, 4, -1, -1], [7, 9, -1, -1], [0, 0, 0, 0]]
+    with pytest.raises(DataError, match="differ in shape"):
         first.copy_into(collate([[3]], 32)["packed"])
-    with pytest.raises(AssertionError):
+    with pytest.raises(DataError, match="loss_rows of the batch"):
         first.without_labels().copy_into(second)
 
 

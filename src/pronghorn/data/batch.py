@@ -247,10 +247,18 @@ class PackedBatch:
         )
 
     def copy_into(self, static: PackedBatch) -> None:
-        """Copy this batch's tensors into those of `static`, which have the same shapes: a captured graph reads them."""
+        """Copy this batch's tensors into those of `static`, which a captured graph reads.
+
+        Raises:
+            DataError: the shapes differ.
+        """
         for name in _TENSORS:
             source, target = getattr(self, name), getattr(static, name)
-            assert (source is None) == (target is None) and (source is None or source.shape == target.shape), name
+            if (source is None) != (target is None) or (source is not None and source.shape != target.shape):
+                raise DataError(
+                    f"{name} of the batch and of the static batch differ in shape",
+                    "copy only between batches of the same row length and buckets",
+                )
             if source is not None:
                 target.copy_(source, non_blocking=True)
 
