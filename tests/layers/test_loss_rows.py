@@ -125,6 +125,8 @@ def test_nothing_labelled_is_no_loss() -> None:
     attach(model, layers="fused")
     loss, grads = loss_and_gradients(model, batch)
     assert loss == 0 and not any(grad.any() for grad in grads.values())
+    for none in (0, torch.tensor(0)):  # in the whole accumulated batch
+        assert model(**batch, num_items_in_batch=none).loss == 0
 
 
 FORWARD, BACKWARD = "register_forward_hook", "register_full_backward_hook"

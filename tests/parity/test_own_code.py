@@ -98,7 +98,7 @@ class LlamaMLP(modeling_llama.LlamaMLP):
     """Liger's way: another class under the same name."""
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "functools.wraps"])
+@pytest.mark.parametrize("wrapped", [None, "functools.wraps", "torch's decorator"])
 @pytest.mark.parametrize(
     ("owner", "name", "told"),
     [
@@ -111,11 +111,13 @@ class LlamaMLP(modeling_llama.LlamaMLP):
     ],
 )
 def test_what_another_package_puts_there_is_named(
-    owner: Any, name: str, told: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, told: str, wrapped: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = getattr(owner, name)
     other: Any = LlamaMLP if isinstance(own, type) else lambda *args, **kwargs: own(*args, **kwargs)
-    monkeypatch.setattr(owner, name, functools.wraps(own)(other) if wrapped and other is not LlamaMLP else other)
+    if wrapped is not None and other is not LlamaMLP:
+        other = functools.wraps(own)(other) if wrapped == "functools.wraps" else torch.no_grad()(other)
+    monkeypatch.setattr(owner, name, other)
     model = add_lora(tiny_model("llama"), r=4).get_base_model()
     assert replaced(model) == [f"{told} ({__name__})"]
 
