@@ -213,9 +213,9 @@ def _broken_weight(model: nn.Module | None, moved: bool) -> str | None:
 
 def _empty_weight(model: nn.Module | None) -> str | None:
     """Return the name of a weight that was loaded as nothing but zeros, of those that are whole here. Biases may be so,
-    and norms' weights that one is added to."""
+    norms' weights that one is added to, and adapters."""
     empty = (name for name, weight in _readable(model) if not (weight.requires_grad or weight.any()))
-    return next((name for name in empty if not name.endswith(("bias", "norm.weight"))), None)
+    return next((n for n in empty if not n.endswith(("bias", "norm.weight")) and ".lora_" not in n), None)
 
 
 def _readable(model: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
