@@ -37,7 +37,7 @@ def sides(data: Data, tokenizer: Any, seed: int = 1) -> tuple[list[Any], list[An
     return train, held
 
 
-@pytest.mark.parametrize(("share", "count"), [("5%", 5), ("7", 7), (7, 7), ("12.5%", 12)])
+@pytest.mark.parametrize(("share", "count"), [("5%", 5), ("7", 7), (7, 7), ("12.5%", 12), ("80%", 80), ("99", 99)])
 def test_a_share_or_a_count_is_held_out(files: Path, stories: Path, share: str | int, count: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stories)
     sources = [Source(path=files / "a.jsonl"), Source(path=files / "b.jsonl")]

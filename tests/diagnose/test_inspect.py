@@ -201,7 +201,19 @@ def test_long_examples_lose_their_middle(tokenizer: Any, recipe: Any) -> None:
             "50.0% of the rows are dropped (3 refused",
         ),
         ([chat("Hi", "Yes")], {}, "Packed rows are only"),
-        ([chat("word " * 8, "answer " * 8)] * 40, {}, None),
+        (
+            [chat(f"word {n} " * 8, f"answer {n} " * 4) for n in range(40)] * 2,
+            {},
+            "50.0% of the documents repeat earlier",
+        ),
+        ([chat(f"word {n} " * 8, "answer " * 8) for n in range(40)], {}, "tokens of all documents are the same"),
+        (
+            [chat(f"word {n} " * 4, f"answer {n}") for n in range(40)],
+            {"packing": {"enabled": False}, "data": {"loss_on": "all"}},
+            None,
+        ),
+        ([chat(f"word {n} " * 5, "yes" if n % 3 else "no") for n in [*range(40), 0, 1, 2]], {}, None),
+        ([chat(f"word {n} " * 5, f"answer {n}") for n in range(40)], {}, None),
         ([chat("Hi", "Yes")], {"packing": {"enabled": False}}, None),
     ],
 )

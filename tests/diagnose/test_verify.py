@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
@@ -499,6 +500,17 @@ def test_a_model_that_overflows_is_named(subject_of: Any) -> None:
 
     report = verify(replace(subject, build=build))
     assert not report.ok and "plain transformers and PEFT give infinities or NaN themselves" in report.causes[0]
+
+
+def test_nothing_is_judged_by_a_reference_that_another_package_changed(
+    subject_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attached model has the change, too, so that all else agrees."""
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    report = verify(subject_of("llama"))
+    only_cause(report, "the reference isn't transformers' own code, so nothing is judged; import nothing that replaces")
+    assert [check.name for check in report.checks if not check.ok] == [Name.REFERENCE]
+    assert report.causes[0].endswith(f": LlamaMLP.forward ({__name__})")
 
 
 def test_nan_fails(subject_of: Any) -> None:

@@ -120,11 +120,25 @@ def test_a_copy_of_the_last_layer_elsewhere_gives_all_rows() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("family", ["gemma4_text", "granite"])
+def test_a_head_that_is_called_has_the_loss_of_one_that_is_not(family: str) -> None:
+    """With logits that are capped, or scaled: a hook keeps the head from being computed with the loss."""
+    model, batch = with_adapters(tiny_model(family)), few_labels()
+    attach(model, layers="stock")
+    loss, grads = loss_and_gradients(model, batch)
+    model.get_output_embeddings().register_forward_hook(lambda module, args, output: None)
+    called, same = loss_and_gradients(model, batch)
+    assert called == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(same, grads, rtol=1e-4, atol=1e-6)
+
+
 def test_nothing_labelled_is_no_loss() -> None:
     model, batch = with_adapters(tiny_model("llama")), few_labels(labelled=0.0)
     attach(model, layers="fused")
     loss, grads = loss_and_gradients(model, batch)
     assert loss == 0 and not any(grad.any() for grad in grads.values())
+    for none in (0, torch.tensor(0)):  # in the whole accumulated batch
+        assert model(**batch, num_items_in_batch=none).loss == 0
 
 
 FORWARD, BACKWARD = "register_forward_hook", "register_full_backward_hook"

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers.models.llama import modeling_llama
 
 from pronghorn import FastLanguageModel
 from pronghorn.attention.packed import implementation
@@ -534,6 +535,54 @@ def test_a_forward_that_was_wrapped_after_attach_outlives_it(family: str, wrap: 
     handle.detach()
     assert torch.equal(model(input_ids=ids, labels=ids).loss, before)
     model.generate(input_ids=ids, max_new_tokens=2)
+
+
+def sees_the_whole_row(
+    self: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention as packages patch it in, by a function of their own."""
+    batch, length, _ = hidden_states.shape
+    linears = self.q_proj, self.k_proj, self.v_proj
+    q, k, v = (each(hidden_states).view(batch, length, -1, self.head_dim).transpose(1, 2) for each in linears)
+    q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["plain", "functools.wraps"])
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+def test_attention_that_somebody_patched_in_is_refused_for_several_documents(
+    layers: Any, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows nothing of documents, and nothing else would tell."""
+    own = modeling_llama.LlamaAttention.forward
+    patch = functools.wraps(own)(sees_the_whole_row) if hidden else sees_the_whole_row
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", patch)
+    model = tiny_model("llama")
+    attach(model, layers=layers)
+    with pytest.raises(UnsupportedError, match=r"LlamaAttention's forward is .*test_attach's .*see each other"):
+        model(**packed_row(LENGTHS, ROW))
+    model(**packed_row([ROW - 5], ROW))  # one document, whatever follows
+
+
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+def test_attention_around_transformers_own_is_called(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, called = modeling_llama.LlamaAttention.forward, []
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(self.layer_idx)
+        return own(self, *args, **kwargs)
+
+    attach(model, layers=layers)
+    expected = model(**batch).loss
+    attached(model).detach()
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    attach(model, layers=layers)
+    for _ in range(2):
+        torch.testing.assert_close(model(**batch).loss, expected)
+    assert called == [0, 1, 2] * 2
 
 
 def test_a_loss_function_of_one_s_own_is_called() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import Linear as LoraLinear
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
-from pronghorn.parity.own_code import _unwrapped, own_code
-from support.tiny import DELTA_FAMILIES, tiny_model
+from pronghorn.models.lora import add_lora
+from pronghorn.parity.own_code import _unwrapped, own_code, replaced
+from support.generic import generic_model
+from support.tiny import DELTA_FAMILIES, FAMILIES, MOE_FAMILIES, tiny_model
 
 FLA = {
     "fla/__init__.py": "",
@@ -24,12 +31,13 @@ def chunk_gated_delta_rule(q, k, v, g, beta, **kwargs):
 
 PROGRAM = """
 import torch
-from pronghorn.parity.own_code import _unwrapped, own_code
+from pronghorn.parity.own_code import _unwrapped, own_code, replaced
 from support.tiny import tiny_model
 torch.set_num_threads(1)  # as in tests
 ids, found = torch.arange(3, 43)[None], {}
 for family in FAMILIES:
     model = tiny_model(family).eval()
+    assert not replaced(model)  # own_code deals with these
     for _ in range(2):
         try:
             model(ids)
@@ -84,3 +92,50 @@ def test_a_model_in_float64_computes_the_delta_rule_in_float64(family: str) -> N
         )
         assert chunks.dtype is tokens.dtype is dtype
         assert 0 < (chunks - tokens).abs().max() < most
+
+
+class LlamaMLP(modeling_llama.LlamaMLP):
+    """Liger's way: another class under the same name."""
+
+
+@pytest.mark.parametrize("wrapped", [None, "functools.wraps", "torch's decorator"])
+@pytest.mark.parametrize(
+    ("owner", "name", "told"),
+    [
+        (modeling_llama.LlamaRMSNorm, "forward", "LlamaRMSNorm.forward"),
+        (modeling_llama, "LlamaMLP", "LlamaMLP"),
+        (modeling_llama, "apply_rotary_pos_emb", "apply_rotary_pos_emb"),
+        (LoraLinear, "forward", "Linear.forward"),
+        (torch.nn.Linear, "forward", "Linear.forward"),
+        (torch.nn.functional, "silu", "torch.nn.functional.silu"),
+    ],
+)
+def test_what_another_package_puts_there_is_named(
+    owner: Any, name: str, told: str, wrapped: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = getattr(owner, name)
+    other: Any = LlamaMLP if isinstance(own, type) else lambda *args, **kwargs: own(*args, **kwargs)
+    if wrapped is not None and other is not LlamaMLP:
+        other = functools.wraps(own)(other) if wrapped == "functools.wraps" else torch.no_grad()(other)
+    monkeypatch.setattr(owner, name, other)
+    model = add_lora(tiny_model("llama"), r=4).get_base_model()
+    assert replaced(model) == [f"{told} ({__name__})"]
+
+
+def test_an_attention_under_a_known_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: None)
+    assert replaced(tiny_model("llama")) == [f"attention 'sdpa' ({__name__})"]
+
+
+def test_hooks_of_all_modules_are_named() -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: output)
+    try:
+        assert replaced(tiny_model("llama")) == ["hooks of all modules"]
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES, "gpt_neox", "gpt2"])
+def test_what_is_as_it_was_written_is_not(family: str) -> None:
+    model = tiny_model(family) if family in FAMILIES | MOE_FAMILIES else generic_model(family)
+    assert replaced(add_lora(model, r=4).get_base_model()) == []

@@ -17,7 +17,7 @@ from pronghorn.cli.train import summary
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.records.charts import loss_chart, losses_chart
 from pronghorn.records.record import RunRecord
-from pronghorn.records.report import write_report
+from pronghorn.records.report import warnings, write_report
 from pronghorn.train.progress import ProgressCallback, duration, track
 from support.run_records import HOSTILE, Page, record
 
@@ -90,6 +90,17 @@ def test_page_warns_of_dropped_documents_and_draws_memory(tmp_path: Path) -> Non
     assert "7 documents dropped (2.0%), 0 truncated (0.0%): see data.overflow" in text
     assert "Peak memory · GiB so far" in text
     assert "dropped (" not in page(record(packing={**many, "dropped_share": 0.01}), tmp_path).text
+
+
+@pytest.mark.parametrize(("after", "rose"), [(3.5, True), (math.nan, True), (3.46, False), (2.0, False), (None, False)])
+def test_a_held_out_loss_that_rose_is_told(after: float | None, rose: bool, tmp_path: Path) -> None:
+    """And not one that stayed where it was, within a hundredth."""
+    run = record(heldout={"before": 3.4567, "after": after, "rows": 16})
+    assert [each.startswith("The held-out loss rose from 3.4567 to ") for each in warnings(run)] == [True] * rose
+    assert ("The held-out loss rose" in page(run, tmp_path).text) is rose
+    shown = io.StringIO()
+    Console(file=shown, width=300).print(summary(run, tmp_path))
+    assert ("The held-out loss rose" in shown.getvalue()) is rose
 
 
 def test_page_renders_text_of_the_model_inert(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pronghorn import SFTTrainer
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import DataError, PronghornError
 from pronghorn.models.lora import add_lora
+from pronghorn.state import MANIFEST
 from support.processes import WORLD, together
 from support.tiny import tiny_model
 from support.trainers import config
@@ -199,6 +201,16 @@ def test_a_checkpoint_of_steps_of_other_rows(
         trainer.train(resume_from_checkpoint=str(folder / "saved/checkpoint-1"))
     said = "checkpoint-1 was saved by steps of 4 rows, and those of this training have 2"
     assert (said in caplog.text) == (rows != STEP_ROWS)
+
+
+def test_a_checkpoint_without_the_schedule_is_not_gone_on_from(folder: Path, tmp_path: Path) -> None:
+    """transformers would load the optimiser's states as little, and tell nobody. Stock TRL's has no manifest."""
+    copy = tmp_path / "checkpoint-1"
+    shutil.copytree(folder / "saved/checkpoint-1", copy)
+    (copy / "scheduler.pt").unlink()
+    (copy / MANIFEST).unlink()
+    with pytest.raises(DataError, match=r"checkpoint-1 has no scheduler.pt, the place in the learning rate's schedule"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=str(copy))
 
 
 def test_a_checkpoint_without_the_optimiser_is_not_gone_on_from(tmp_path: Path) -> None:

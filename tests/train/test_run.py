@@ -252,6 +252,23 @@ def test_a_disk_that_fails_while_a_folder_is_written_is_told(tmp_path: Path) -> 
         (folder / "never written").read_text()
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_tokenizer_that_is_another_model_s_is_told(
+    recipe: Any, stories: Path, tmp_path: Path, shuffled: bool
+) -> None:
+    """Its ids are all there, and mean other tokens: nothing fails, and the model knows no word."""
+    shutil.copytree(stories, tmp_path / "model")
+    if shuffled:
+        table = json.loads((tmp_path / "model/tokenizer.json").read_text())
+        vocabulary = table["model"]["vocab"]
+        words = [word for word, number in vocabulary.items() if number > 258]
+        vocabulary.update(dict(zip(words, sorted(map(vocabulary.__getitem__, words), reverse=True), strict=True)))
+        (tmp_path / "model/tokenizer.json").write_text(json.dumps(table))
+    out = io.StringIO()
+    run(recipe(model={"name": str(tmp_path / "model")}, train={"max_steps": 1}), Console(file=out, width=300))
+    assert ("is far above that of guessing, 6.24: tokenizer, chat template" in out.getvalue()) is shuffled
+
+
 def test_a_saved_adapter_is_trained_on(recipe: Any, tmp_path: Path) -> None:
     first = run(recipe(), QUIET)
     saved = {"name": str(tmp_path / "run" / "adapter")}

@@ -743,6 +743,18 @@ def test_a_dead_gradient_stops_the_second_step_by_name(stories: Path, documents:
     assert trainer.state.global_step == 1
 
 
+def test_a_weight_of_zeros_is_named_beside_what_it_keeps_from_training(
+    stories: Path, documents: Dataset, tmp_path: Path
+) -> None:
+    """As a checkpoint has it whose writing was cut short."""
+    model, tokenizer = adapted(stories)
+    model.get_submodule("base_model.model.model.layers.2.mlp.down_proj.base_layer").weight.data.zero_()
+    model.get_submodule("base_model.model.model.layers.2.mlp.down_proj.lora_B.default").weight.requires_grad_(False)
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, tokenizer=tokenizer)
+    with pytest.raises(TrainingError, match=r"exactly zero, and so is all of .*layers.2.mlp.down_proj.base"):
+        trainer.train()
+
+
 def test_a_tensor_outside_the_graph_is_dead_too(stories: Path, documents: Dataset, tmp_path: Path) -> None:
     model, tokenizer = adapted(stories)
     model.register_parameter("forgotten", torch.nn.Parameter(torch.ones(3)))

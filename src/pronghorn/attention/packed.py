@@ -87,6 +87,8 @@ def packed_attention(
 
         kwargs |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if packed.attended is not None:
+        packed.attended.add(module)
     if torch.is_autocast_enabled(query.device.type):  # RoPE in float32 leaves q, k and v in different dtypes
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

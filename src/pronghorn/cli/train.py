@@ -84,14 +84,14 @@ def train(
 def summary(record: RunRecord, output: Path, paths: bool = False) -> Table:
     """Make a table of the report's headlines, the paths taken (in one line unless `paths`), answers, and where the
     run's files are."""
-    from pronghorn.records.report import FILE_NAME, headlines, lost
+    from pronghorn.records.report import FILE_NAME, headlines, warnings
 
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, figure, note in headlines(record):
         table.add_row(label, f"{escape(figure)} [dim]({escape(note)})[/]")
-    if warning := lost(record.packing):
+    for warning in warnings(record):
         table.add_row("[yellow]Warning[/]", f"[yellow]{escape(warning)}[/]")
     if record.paths and not paths:
         first, more = record.paths[0], len(record.paths) - 1

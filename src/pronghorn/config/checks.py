@@ -328,6 +328,16 @@ def missed(train: Any, steps: int) -> Iterator[str]:
         yield f"train.eval_steps {train.eval_steps:,} is more than the run's {steps:,}: {only}"
 
 
+HIGH = 0.02
+"""A learning rate above which Adam and its like move every number too far: recipes use up to 1e-3."""
+
+
+def high_rate(train: Any) -> Iterator[str]:
+    """Say that a `train` section's learning rate is high, if it is."""
+    if train.learning_rate > HIGH and "sgd" not in train.optimizer:
+        yield f"train.learning_rate {train.learning_rate:g} is high: LoRA takes about 2e-4"
+
+
 def _missed_rate(train: Any, steps: int) -> str | None:
     """Say why a run of so many steps has no warm-up although its `train` section asks for one, or never has the
     learning rate that it names; None where it has both."""

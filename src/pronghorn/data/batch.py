@@ -102,6 +102,8 @@ class PackedBatch:
     loss_rows: Tensor | None
     """int64 [M_b], the positions whose next token is a label, padded to a multiple of 512 with T - 1, which predicts
     nothing. None where the batch was made without labels."""
+    attended: set[Any] | None = field(default=None, repr=False)
+    """The modules whose attention kept the documents apart, where somebody wants to know (`models.metadata`)."""
     _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @property

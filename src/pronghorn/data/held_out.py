@@ -46,21 +46,21 @@ def held_out(sets: list[Any], share: str, seed: int, eval: bool) -> list[Any]:
 
 def also_in(documents: Any, others: Any) -> int:
     """Return how many documents have the very tokens of one of the `others`."""
-    own = [rank for rank, _ in _hashed(documents, 0)]
+    own = [rank for rank, _ in hashed(documents, 0)]
     wanted = set(own)
-    found = {rank for rank, _ in _hashed(others, 0) if rank in wanted}
+    found = {rank for rank, _ in hashed(others, 0) if rank in wanted}
     return sum(rank in found for rank in own)
 
 
 def _ranked(documents: Any, seed: int) -> list[tuple[int, list[int]]]:
     """Return the place that each conversation's tokens give it in the order of this seed, and its documents."""
-    hashes, sources = zip(*_hashed(documents, seed), strict=True) if len(documents) else ((), ())
+    hashes, sources = zip(*hashed(documents, seed), strict=True) if len(documents) else ((), ())
     conversations = groupby(range(len(sources)), lambda row: _PIECE.sub("", sources[row]))
     groups = [list(rows) for _, rows in conversations]
     return [(hashes[rows[0]], rows) for rows in groups]
 
 
-def _hashed(documents: Any, seed: int) -> Iterator[tuple[int, str]]:
+def hashed(documents: Any, seed: int) -> Iterator[tuple[int, str]]:
     """Yield the hash of each document's tokens, and where it was read."""
     import xxhash
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pronghorn.data.cache import Prepared, Progress
     from pronghorn.data.overflow import Fitted, Overflow
     from pronghorn.data.packed_rows import PackingStats
+    from pronghorn.data.repeats import Repeats
 
 Split = Literal["train", "eval"]
 LOW_SUPERVISED, HIGH_DROPPED, LOW_PACKING = 0.01, 0.01, 0.5
@@ -83,6 +84,7 @@ class Inspection:
     supervised: int
     packing: PackingStats
     examples: list[Example]
+    repeats: Repeats
     outcomes: dict[Overflow, Fitted]
     long: list[int]
 
@@ -138,6 +140,7 @@ class Inspection:
             if self.left_out:
                 causes.append(f"{self.left_out:,} {self.why_left_out}: see data.overflow and model.max_seq_length")
             warnings.append(f"{dropped:.1%} of the rows are dropped ({'; '.join(causes)}).")
+        warnings += self.repeats.warnings
         if self.recipe.packing.enabled and packing.efficiency < LOW_PACKING:
             warnings.append(
                 f"Packed rows are only {packing.efficiency:.0%} full, and no packing exceeds {packing.ceiling:.0%}: "
@@ -158,6 +161,7 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
     from pronghorn.data.cache import documents
     from pronghorn.data.overflow import outcomes
     from pronghorn.data.packed_rows import PackedRows, lengths_of
+    from pronghorn.data.repeats import Repeats
     from pronghorn.train.documents import find, tokenizer_for
 
     tokenizer = tokenizer_for(recipe, find(recipe, weights=False))
@@ -176,6 +180,7 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
         supervised=sum(pc.sum(pc.not_equal(pc.list_flatten(t["labels"]), IGNORE_INDEX)).as_py() for t in labels),
         packing=PackedRows(dataset, tokens, seed).stats,
         examples=[Example(each, pieces_of(each.input_ids, each.labels, tokenizer)) for each in first],
+        repeats=Repeats.of(prepared.whole),
         outcomes=outcomes(prepared.whole, tokens),
         long=[length for length in whole if length > tokens],
     )
@@ -265,6 +270,7 @@ def figures(inspection: Inspection) -> list[tuple[str, str]]:
     rows = [("Documents", f"{len(inspection.lengths):,}")]
     rows += [(name, f"{count:,}") for name, count in dropped.items() if count]
     rows += [] if prepared.dropped else [("Dropped", "none")]
+    rows += [("Repeated", f"{inspection.repeats.repeated:,}")] if inspection.repeats.repeated else []
     rows += [
         ("Tokens", f"{packing.tokens:,}"),
         ("Supervised tokens", f"{inspection.supervised:,} ({inspection.supervised_share:.1%})"),

@@ -29,6 +29,7 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.probe import Isolation
 from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
 from pronghorn.parity.expert_outputs import TokenError, compared_outputs
+from pronghorn.parity.own_code import replaced
 from pronghorn.parity.visibility import Visibility
 from pronghorn.precision.compute import Numbers
 from pronghorn.text import counted
@@ -60,6 +61,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         raise DataError("the rows to verify hold no label", "give documents with trained tokens")
     say("loading")
     run = Run(subject)
+    own = reference(replaced(base_causal_lm(run.model)))
     compute = subject.autocast or base_causal_lm(run.model).get_input_embeddings().weight.dtype
     wide = torch.float64 if compute is torch.float32 else torch.float32
     if wide is torch.float64 and any(hasattr(module, "compute_dtype") for module in run.model.modules()):
@@ -100,6 +102,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         noise = BaselineNoise.of(plain.gradients, exact.gradients, references.rounded(say))
         distances = gradient_distances(ours, plain, exact, noise)
     verdicts = [
+        own,
         loss(Name.LOSS, own_loss, *references.loss),
         loss(Name.ACCUMULATED_LOSS, ours.loss, plain, exact),
         logits(packed, *references.logits),
@@ -118,6 +121,8 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     findings = list(likely_causes(verdicts, distances, from_first, shift, run.position_dependent))
     if not plain.finite:
         findings = [Finding(Cause.REFERENCE_OVERFLOWS)]
+    if own.finding and not own.ok:
+        findings = [own.finding]
     of_files = [*of_files, reloaded(*saved, *references.logits)]
     findings += [check.finding for check in of_files if not check.ok and check.finding]
     return Report(
@@ -136,6 +141,13 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         versions=versions(),
         seconds=time.perf_counter() - started,
     )
+
+
+def reference(changed: list[str]) -> Check:
+    """Check that plain and exact run what transformers, PEFT and torch wrote."""
+    detail = f"replaced: {listed(changed)}" if changed else "transformers' own code"
+    finding = Finding(Cause.REFERENCE_CHANGED, listed(changed))
+    return Check(Name.REFERENCE, not changed, len(changed), 0, detail, finding)
 
 
 def loss(name: Name, value: float, plain: Passes, exact: Passes) -> Check:

@@ -25,6 +25,7 @@ SCHEMA = "pronghorn-verify-v1"
 class Name(StrEnum):
     """The checks, as JSON and the terminal call them."""
 
+    REFERENCE = "the reference"
     LOSS = "loss"
     ACCUMULATED_LOSS = "accumulated loss"
     LOGITS = "logits"
@@ -47,6 +48,10 @@ class Cause(Enum):
 
     REFERENCE_OVERFLOWS = (
         "the reference: plain transformers and PEFT give infinities or NaN themselves, so nothing is judged"
+    )
+    REFERENCE_CHANGED = (
+        "the reference isn't transformers' own code, so nothing is judged; import nothing that replaces it, here and "
+        "in training: {}"
     )
     NO_GRADIENT = "adapter or weight that gets no gradient: {}"
     EXPERT_NEVER_TRAINS = "an expert that never trains: {}"

@@ -45,6 +45,9 @@ _RECORDER = "transformers.utils"
 """Where transformers' hooks for output_hidden_states and output_attentions are from: once asked for they stay, on every
 layer and attention; packed attention has nothing for them."""
 
+_WRAPPERS = ("transformers.", "torch.", "pronghorn.")
+"""Packages that wrap a forward and leave what it computes as it is."""
+
 
 @dataclass(frozen=True)
 class LayerBuilder:
@@ -103,7 +106,7 @@ class LayerBuilder:
 
     def is_own(self, module: Any) -> bool:
         """Tell whether a module computes what the family's source says: it isn't wrapped, nor is its forward."""
-        return f"{type(module).forward.__module__}.".startswith(f"{self.family.source}.")
+        return is_own(module, self.family)
 
     def _block(self, layer: Any, block: ResidualBlock, dtype: torch.dtype) -> Block | StockBlock:
         # a kind from outside the package makes its own block; a text says why it can't, and `_reason` repeats it
@@ -236,6 +239,22 @@ class LayerBuilder:
         if name not in kept or any(a is not b for a, b in zip(kept[name].linears, linears, strict=True)):
             kept[name] = GroupStorage(linears, kept.get(name))
         return kept[name]
+
+
+def is_own(module: Any, family: FamilySpec) -> bool:
+    """Tell whether a module's class has the forward of the family's source, which nobody wraps but transformers, torch
+    and Pronghorn. A wrapper's `__module__` is often that of what it wraps (`functools.wraps`)."""
+    forward, wrappers = type(module).forward, list[Any]()
+    while hasattr(forward, "__wrapped__"):
+        wrappers.append(forward)
+        forward = forward.__wrapped__
+    own = f"{forward.__module__}.".startswith(f"{family.source}.")
+    return own and all(f"{written_in(each)}.".startswith((f"{family.source}.", *_WRAPPERS)) for each in wrappers)
+
+
+def written_in(function: Any) -> str:
+    """Return the module whose code a function is."""
+    return str(getattr(function, "__globals__", {}).get("__name__", function.__module__))
 
 
 def watched(modules: Iterable[Any]) -> bool:

@@ -55,7 +55,7 @@ from pronghorn.models.families import (
 )
 from pronghorn.models.generic import PACKING, GenericPacking, followable, generic_class
 from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
-from pronghorn.models.metadata import CAUSAL_LM, LAYERS, share_metadata
+from pronghorn.models.metadata import CAUSAL_LM, LAYERS, check_attended, share_metadata
 from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
 from pronghorn.models.unpadded import GRAPHS, put_back
@@ -288,6 +288,7 @@ def attach(
     hooks = (
         backbone.register_forward_pre_hook(share_metadata, with_kwargs=True),
         backbone.register_forward_hook(put_back, with_kwargs=True, prepend=True),  # before anybody sees them
+        backbone.register_forward_hook(check_attended, with_kwargs=True),
     )
     base.__class__ = packed_class(previous_class)
     backbone.__dict__[CAUSAL_LM] = base

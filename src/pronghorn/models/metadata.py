@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,9 @@ from pronghorn.attention.packed import NAME_PREFIX
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.families.generic import text_config
+from pronghorn.families.registry import family_of
+from pronghorn.families.spec import Attention
+from pronghorn.layers.build import is_own, written_in
 from pronghorn.layers.decoder import STEP, FusedLayers
 from pronghorn.models.families import check_windows, has_experts, is_causal, rope_limit
 from pronghorn.models.unpadded import LABELS, unpad
@@ -84,6 +88,8 @@ def share_metadata(
     # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
     # packed attention reads `packed` and never looks at this.
     placeholder = packed.cu_seqlens.view(1, 1, 1, -1)
+    if (layers is None or layers.checked == 0) and _strange_attentions(backbone):
+        packed = replace(packed, attended=set())  # which `check_attended` looks at
     if layers is not None:
         embeds = kwargs.get("inputs_embeds")
         stream = backbone.get_input_embeddings().weight if embeds is None else embeds
@@ -107,6 +113,33 @@ def _check_attentions(backbone: Any) -> None:
                 f"a packed row for {type(module).__name__} of another model, whose attention is "
                 f"{config._attn_implementation!r}",
                 "detach this model and attach it again, with the layers that it has now",
+            )
+
+
+def _strange_attentions(backbone: Any) -> list[Any]:
+    """List the layers' attentions whose forward somebody replaced, of a family whose layers are known."""
+    family = family_of(backbone.config)
+    blocks = [(layer, block) for layer in backbone.layers for block in family.blocks(layer)]
+    attentions = [layer.get_submodule(block.module) for layer, block in blocks if isinstance(block.kind, Attention)]
+    return [each for each in attentions if not is_own(each, family)]
+
+
+def check_attended(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Refuse attention that somebody put in the place of transformers' (Unsloth's patches do), and that calls no other:
+    it knows nothing of documents. A forward hook of the backbone.
+
+    Raises:
+        UnsupportedError: names the class, and whose forward it has.
+    """
+    packed: PackedBatch | None = kwargs.get("packed")
+    if packed is None or packed.attended is None or len(packed.lengths) - bool(packed.padding) < 2:
+        return
+    for attention in _strange_attentions(backbone):
+        if packed.attended.isdisjoint(attention.modules()):
+            raise UnsupportedError(
+                f"{type(attention).__name__}'s forward is {written_in(type(attention).forward)}'s in this process, and "
+                "under it the documents of a row see each other",
+                "train in a process where nothing replaces transformers' functions: don't import what does",
             )
 
 

@@ -8,7 +8,9 @@ float32 inside, which a reference in float64 must not do.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pronghorn.layers.subclass import own_class, subclass, with_globals
+
+_KNOWN = ("transformers", "torch", "peft", "kernels", "functools", "contextlib", "pronghorn")
+"""Whose functions a model of transformers and PEFT has, and what wraps them without a change."""
+_DEFINES = (ast.ClassDef, ast.FunctionDef)
+_GLOBAL_HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 @contextmanager
@@ -75,3 +83,40 @@ def _stands_for_another(function: Any) -> bool:
     if not inspect.isfunction(function) or not hasattr(function, "__wrapped__"):
         return False
     return "implementation" in function.__code__.co_freevars  # that of another decorator changes what is computed
+
+
+def replaced(model: Any) -> list[str]:
+    """List what of a model that isn't attached another package put in the place of what transformers, PEFT and torch
+    wrote: "LlamaMLP.forward (liger_kernel.mlp)".
+
+    Looked at are the methods of its modules' classes, what the files of transformers' models and
+    `torch.nn.functional` define, the attentions that are looked up, and hooks of all modules.
+    """
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    found = list[tuple[str, Any]]()
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] in _KNOWN:
+            found += [(f"{kind.__name__}.{name}", method) for name, method in vars(kind).items()]
+    for module in dict.fromkeys(
+        kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")
+    ):
+        source = sys.modules[module]
+        defined = {node.name for node in ast.parse(inspect.getsource(source)).body if isinstance(node, _DEFINES)}
+        found += [(name, value) for name, value in vars(source).items() if name in defined]
+    functions = vars(torch.nn.functional).items()
+    found += [(f"torch.nn.functional.{name}", f) for name, f in functions if inspect.isfunction(f)]
+    names = dict.fromkeys(("sdpa", "eager", model.config._attn_implementation))
+    found += [(f"attention {name!r}", ALL_ATTENTION_FUNCTIONS.get(name)) for name in names]
+    strange = [f"{name} ({writer})" for name, value in found if (writer := _stranger(value)) is not None]
+    hooked = any(getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in _GLOBAL_HOOKS)
+    return [*strange, *["hooks of all modules"] * hooked]
+
+
+def _stranger(value: Any) -> str | None:
+    """Return the module that wrote a function or a class, or a wrapper around it, if that is of another package."""
+    while value is not None:
+        written = value.__module__ if isinstance(value, type) else getattr(value, "__globals__", {}).get("__name__")
+        if written is not None and str(written).partition(".")[0] not in _KNOWN:
+            return str(written)
+        value = getattr(value, "__wrapped__", None)
+    return None

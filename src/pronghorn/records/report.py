@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from jinja2 import UndefinedError
 
@@ -33,7 +32,7 @@ def write_report(record: RunRecord, folder: str | Path, refresh: int | None = No
         record=record,
         headlines=headlines(record, live=refresh is not None),
         refresh=refresh,
-        lost=lost(record.packing),
+        warnings=warnings(record),
         name=Path(str(record.recipe.get("train", {}).get("output", ""))).name,
         charts=[
             (caption, note, chart)
@@ -125,12 +124,24 @@ def headlines(record: RunRecord, live: bool = False) -> list[tuple[str, str, str
     return cards
 
 
-def lost(packing: dict[str, Any]) -> str | None:
-    """Return the warning of a run that dropped or cut more than a hundredth of its documents."""
+ROSE = 0.01
+"""The share by which a held-out loss is higher after a training that made the model worse."""
+
+
+def warnings(record: RunRecord) -> list[str]:
+    """Say what looks wrong: more than a hundredth of the documents dropped or cut, a held-out loss that rose."""
+    packing, found = record.packing, list[str]()
     shares = packing.get("dropped_share", 0.0), packing.get("cut_share", 0.0)
-    if max(shares) <= MUCH:
-        return None
-    return f"{lost_documents(packing['dropped'], shares[0], packing['truncated'], shares[1])}: see data.overflow"
+    if max(shares) > MUCH:
+        lost = lost_documents(packing["dropped"], shares[0], packing["truncated"], shares[1])
+        found.append(f"{lost}: see data.overflow")
+    before, after = record.heldout["before"], record.heldout["after"]
+    if before is not None and after is not None and math.isfinite(before) and not after <= before * (1 + ROSE):
+        found.append(
+            f"The held-out loss rose from {before:.4f} to {after:.4f}: lower train.learning_rate, set train.eval_steps "
+            "(the best weights are kept), or look at the data"
+        )
+    return found
 
 
 def _short(count: float) -> str:

@@ -60,12 +60,18 @@ def other_steps(folder: Path, step_rows: int) -> str | None:
     as many, or it doesn't tell (stock TRL's).
 
     Raises:
-        DataError: it has no optimiser state.
+        DataError: it has no optimiser state, or none of the learning rate's schedule, without which transformers loads
+            neither and tells nobody.
     """
     if not [*folder.glob("optimizer.*"), *folder.glob("shared_optimizer-*")]:
         raise DataError(
             f"{folder} has no optimiser state to go on with (save_only_model=True)",
             "resume from one that was saved without it; or load these weights, and begin anew with them",
+        )
+    if not (folder / "scheduler.pt").is_file():
+        raise DataError(
+            f"{folder} has no scheduler.pt, the place in the learning rate's schedule to go on from",
+            "copy the whole checkpoint again, or resume from another",
         )
     manifest = state.read_json(folder / state.MANIFEST, SCHEMA, "") if (folder / state.MANIFEST).exists() else {}
     if (before := manifest.get("step_rows", step_rows)) == step_rows:

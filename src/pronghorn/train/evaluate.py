@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pronghorn.data.template import render, without_reasoning
 from pronghorn.device import processes
 from pronghorn.errors import DataError
 from pronghorn.export.engines.transformers import continued
+from pronghorn.families.generic import text_config
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.passes import in_evaluation
 from pronghorn.parallel.sharded import sharded
@@ -41,6 +43,23 @@ def heldout_loss(model: Any, rows: PackedRows, collator: Collator, track: Any = 
     if processes() > 1:
         dist.all_reduce(total)
     return (total[0] / total[1].clamp(min=1)).item()
+
+
+UNTRAINED = 3.0
+"""Nats by which a sound model may be worse than guessing: one with random weights, whose width spreads its logits, or a
+tiny one on text of another kind."""
+
+
+def worse_than_guessing(loss: float | None, model: Any) -> str | None:
+    """Say that a loss before training is far above that of giving every token the same probability, if it is: text of
+    any kind is likelier than that to a model that is loaded as it was trained."""
+    guessing = math.log(text_config(base_causal_lm(model).config).vocab_size)
+    if loss is None or not loss > guessing + UNTRAINED:
+        return None
+    return (
+        f"The held-out loss {loss:.2f} is far above that of guessing, {guessing:.2f}: tokenizer, chat template, "
+        "config.json and weights may not be of one model, or this text is of a kind that it never saw"
+    )
 
 
 def _share(count: int) -> list[tuple[int, bool]]:

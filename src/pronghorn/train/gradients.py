@@ -7,7 +7,7 @@ Until then a non-finite gradient can do no harm: fused optimisers take `found_in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,23 +189,41 @@ class GradientWatch(TrainerCallback):
         dead = [name for name in pending.named(~nonzero) if not any(part in name for part in _MAY_BE_ZERO)]
         if self._moved and dead:
             listed = ", ".join(dead[:5]) + (" …" if len(dead) > 5 else "")
+            problem = f"step {pending.step}: the gradient of {counted(len(dead), 'trainable tensor')} was exactly zero"
+            if (weight := _empty_weight(self._model)) is not None:
+                raise TrainingError(
+                    f"{problem}, and so is all of the model's weight {weight}: {listed}",
+                    "if it isn't meant to be, download or copy the model again",
+                )
             raise TrainingError(
-                f"step {pending.step}: the gradient of {counted(len(dead), 'trainable tensor')} was exactly zero: "
-                f"{listed}",
+                f"{problem}: {listed}",
                 "a part of the model doesn't train: check target_modules, frozen weights and that the data has labels",
             )
         self._moved = self._moved or pending.moves
 
 
 def _broken_weight(model: nn.Module | None, moved: bool) -> str | None:
-    """Return the name of a weight that was loaded with NaN or infinity, of those in 16 or 32 bits that are whole here;
-    None where there is none. Trained ones that have moved may owe it to the training."""
-    for name, weight in () if model is None else model.named_parameters():
-        plain = type(weight.data) is Tensor and not weight.is_meta and weight.is_floating_point()
-        loaded = not (moved and weight.requires_grad)
-        if plain and loaded and weight.element_size() > 1 and not weight.isfinite().all():
+    """Return the name of a weight that was loaded with NaN or infinity; None where there is none. Trained ones that
+    have moved may owe it to the training."""
+    for name, weight in _readable(model):
+        if not (moved and weight.requires_grad) and not weight.isfinite().all():
             return name
     return None
+
+
+def _empty_weight(model: nn.Module | None) -> str | None:
+    """Return the name of a weight that was loaded as nothing but zeros, of those that are whole here. Biases may be so,
+    norms' weights that one is added to, and adapters."""
+    empty = (name for name, weight in _readable(model) if not (weight.requires_grad or weight.any()))
+    return next((n for n in empty if not n.endswith(("bias", "norm.weight")) and ".lora_" not in n), None)
+
+
+def _readable(model: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the weights in 16 or 32 bits that are whole here."""
+    for name, weight in () if model is None else model.named_parameters():
+        plain = type(weight.data) is Tensor and not weight.is_meta and weight.is_floating_point()
+        if plain and weight.element_size() > 1:
+            yield name, weight
 
 
 def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from transformers import TrainerState
 from trl import SFTConfig
 
-from pronghorn.config.checks import missed
+from pronghorn.config.checks import high_rate, missed
 from pronghorn.config.recipe import Recipe
 from pronghorn.config.sections import CHANGES_BASE
 from pronghorn.data.cache import Prepared
@@ -39,7 +39,7 @@ from pronghorn.train.build import autocast_dtype, check_device, load, make_train
 from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
-from pronghorn.train.evaluate import answer, heldout_loss
+from pronghorn.train.evaluate import answer, heldout_loss, worse_than_guessing
 from pronghorn.train.padding_free import how_batched
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.run_folder import must_have_improved, open_folder
@@ -211,10 +211,8 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
         less = f"more than {counted(micro_batches, 'micro-batch')} of an epoch: each step is a whole epoch"
         console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
-    for told in missed(recipe.train, planned_steps(trainer)):
+    for told in (*missed(recipe.train, planned_steps(trainer)), *high_rate(recipe.train)):
         console.print(f"[yellow]{told}[/]")
-    if recipe.train.learning_rate > HIGH and "sgd" not in recipe.train.optimizer:
-        console.print(f"[yellow]train.learning_rate {recipe.train.learning_rate:g} is high: LoRA takes about 2e-4[/]")
     return packing
 
 
@@ -239,16 +237,14 @@ def _tell_dealing(trainer: SFTTrainer, console: Console) -> None:
         )
 
 
-HIGH = 0.02
-"""A learning rate above which Adam and its like move every number too far: recipes use up to 1e-3."""
-
-
 def _measure_baseline(current: _Run) -> None:
     """Measure the held-out loss and answer the sample prompts before training, unless an earlier start did."""
     state = current.state
     if not state.baseline_done:
         state.eval_loss_before, state.samples_before = _evaluate(current, "before")
         state.baseline_done = True
+    if (told := worse_than_guessing(state.eval_loss_before, current.trainer.model)) is not None:
+        current.console.print(f"[yellow]{told}[/]")
     current.write_state()
     current.trainer.note = lambda text: current.console.print(f"[yellow]{escape(text)}[/]")
 
