@@ -271,7 +271,11 @@ def train(folder: Path, stories: Path, *overrides: str) -> Any:
             "data.eval=train.jsonl; train.eval_steps=9",
             "train.eval_steps 9 is more than the run's 1: the held-out loss is measured before and after it alone",
         ),
-        ("train.learning_rate=0.5", "train.learning_rate 0.5 is high"),
+        ("train.learning_rate=0.5", "train.learning_rate 0.5 is high: LoRA takes about 2e-4"),
+        (
+            "train.learning_rate=0.5; adapter.method=full",
+            "train.learning_rate 0.5 is high: full fine-tuning takes about 1e-5",
+        ),
         ("data.train=saved", "saved: 4 rows"),  # what save_to_disk wrote is read
         (" train.max_steps = 1", "limited by max_steps"),
     ],

@@ -332,10 +332,11 @@ HIGH = 0.02
 """A learning rate above which Adam and its like move every number too far: recipes use up to 1e-3."""
 
 
-def high_rate(train: Any) -> Iterator[str]:
-    """Say that a `train` section's learning rate is high, if it is."""
+def high_rate(train: Any, full: bool) -> Iterator[str]:
+    """Say that a `train` section's learning rate is high, if it is; `full`: of all weights."""
     if train.learning_rate > HIGH and "sgd" not in train.optimizer:
-        yield f"train.learning_rate {train.learning_rate:g} is high: LoRA takes about 2e-4"
+        usual = "full fine-tuning takes about 1e-5" if full else "LoRA takes about 2e-4"
+        yield f"train.learning_rate {train.learning_rate:g} is high: {usual}"
 
 
 def _missed_rate(train: Any, steps: int) -> str | None:

@@ -22,7 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pronghorn.layers.subclass import own_class, subclass, with_globals
 
-_KNOWN = ("transformers", "torch", "peft", "kernels", "functools", "contextlib", "pronghorn")
+_KNOWN = (
+    *("transformers", "torch", "peft", "kernels", "pronghorn"),
+    *("functools", "contextlib", "warnings", "typing_extensions", "huggingface_hub", "accelerate"),
+)
 """Whose functions a model of transformers and PEFT has, and what wraps them without a change."""
 _DEFINES = (ast.ClassDef, ast.FunctionDef)
 _GLOBAL_HOOKS = ("forward_pre", "forward", "backward_pre", "backward")

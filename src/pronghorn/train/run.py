@@ -211,7 +211,8 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
         less = f"more than {counted(micro_batches, 'micro-batch')} of an epoch: each step is a whole epoch"
         console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
-    for told in (*missed(recipe.train, planned_steps(trainer)), *high_rate(recipe.train)):
+    high = high_rate(recipe.train, recipe.adapter.method == "full")
+    for told in (*missed(recipe.train, planned_steps(trainer)), *high):
         console.print(f"[yellow]{told}[/]")
     return packing
 
