@@ -131,6 +131,7 @@ def worker(rank: int, folder: Path) -> None:
     saving = trainer_of(folder / "saved", save_strategy="steps", save_steps=1)
     saving.train()
     found["best"] = best_of(folder / f"at-{rank}-o-clock")
+    found["drawn"] = drawn(rank, folder / "drawn")
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -142,6 +143,18 @@ def best_of(folder: Path) -> list[torch.Tensor]:
     trainer.train()
     assert trainer.state.best_global_step < 3
     return [each.detach() for each in trainer.model.parameters() if each.requires_grad]
+
+
+def drawn(rank: int, folder: Path) -> list[torch.Tensor]:
+    """Train what each process drew for itself, frozen or not, and return it; the base is the same in all of them."""
+    trainer = trainer_of(folder)
+    torch.manual_seed(rank)
+    weights = [(name, each) for name, each in trainer.model.named_parameters() if ".lora_" in name]
+    for name, weight in weights:
+        torch.nn.init.normal_(weight)
+        weight.requires_grad_("lora_B" in name)
+    trainer.train()
+    return [weight.detach() for _, weight in weights]
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +183,10 @@ def test_processes_whose_folders_are_named_by_the_time_load_one_best(folder: Pat
     """The first one's folder has the checkpoints of all."""
     assert all(map(torch.equal, *(each["best"] for each in told)))
     assert (folder / "at-0-o-clock/checkpoint-3").is_dir() and not (folder / "at-1-o-clock").exists()
+
+
+def test_weights_that_processes_drew_are_the_first_one_s(told: list[dict[str, Any]]) -> None:
+    assert all(map(torch.equal, *(each["drawn"] for each in told)))
 
 
 def trains(rank: int, folder: Path) -> None:

@@ -57,11 +57,29 @@ class CopiesAccelerator(Accelerator):
 
 
 @torch.no_grad()
-def copy_from_first(parameters: Iterable[nn.Parameter]) -> None:
-    """Give every process the trained parameters of process 0: whoever made them may not have seeded."""
-    for flat, parts in _flattened(parameters):
+def copy_from_first(model: nn.Module) -> None:
+    """Give every process the weights of process 0 that it has whole: whoever made them may not have seeded.
+
+    Of frozen ones, which nearly always come from a checkpoint, those travel of which a sum differs. Packed ones stay:
+    every process loads the same ones.
+    """
+    whole = [p for p in model.parameters() if not hasattr(p, IN_BUFFER)]
+    for flat, parts in _flattened(p for p in whole if p.requires_grad):
         dist.broadcast(flat, 0)
         _put_back(flat, parts)
+    plain = (p for p in whole if type(p.data) is Tensor and getattr(p, "quant_state", None) is None)
+    frozen = [p for p in plain if not (p.requires_grad or p.is_meta)]
+    if not frozen:
+        return
+    sums = torch.stack([p.sum(dtype=torch.float64).to(frozen[0].device) for p in frozen])
+    first = sums.clone()
+    dist.broadcast(first, 0)
+    differ = (sums != first).int()
+    dist.all_reduce(differ, op=dist.ReduceOp.MAX)
+    for parameter in (p for p, differs in zip(frozen, differ.tolist(), strict=True) if differs):
+        values = parameter.contiguous()
+        dist.broadcast(values, 0)
+        parameter.copy_(values)
 
 
 @torch.no_grad()

@@ -331,7 +331,7 @@ class SFTTrainer(EvaluatingTrainer):
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
         if self._at_once:
             self._averaged = whole_trained(self.model)
-            copy_from_first(self._averaged)
+            copy_from_first(self.model)
         self._counted = StepCounters()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
