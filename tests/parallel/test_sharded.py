@@ -225,6 +225,16 @@ def test_layers_that_are_shared_for_other_products_are_refused(name: str, shared
             attach(model, layers="fused", compute=asked)
 
 
+def test_dora_over_4_bits_is_refused_on_the_cpu() -> None:
+    """There PEFT gives the linear another parameter in each forward, and trainers would move that one alone."""
+    from peft import LoraConfig, get_peft_model
+
+    with alone():
+        model = get_peft_model(in_4_bits(tiny_model("llama")), LoraConfig(target_modules="all-linear", use_dora=True))
+        with pytest.raises(UnsupportedError, match="DoRA over 4 bits in layers that processes share, on the CPU"):
+            share_layers(model, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("name", MOVED)
 def test_weights_that_were_moved_are_put_back(shared_runs: Path, name: str) -> None:
     expected = gradients(adapted(name), "fused", None, compute_of(name))
