@@ -132,6 +132,7 @@ def worker(rank: int, folder: Path) -> None:
     saving.train()
     found["best"] = best_of(folder / f"at-{rank}-o-clock")
     found["drawn"] = drawn(rank, folder / "drawn")
+    found["skipped"] = in_float16(folder / "float16")
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -155,6 +156,15 @@ def drawn(rank: int, folder: Path) -> list[torch.Tensor]:
         weight.requires_grad_("lora_B" in name)
     trainer.train()
     return [weight.detach() for _, weight in weights]
+
+
+def in_float16(folder: Path) -> list[float]:
+    """Train where float16 overflows at the first loss scales, and return how many steps were skipped by each."""
+    trainer = trainer_of(folder, fp16=True, max_steps=8)
+    with torch.no_grad():
+        trainer.model.get_output_embeddings().weight.mul_(100)
+    trainer.train()
+    return figures(trainer, "skipped_steps")
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +197,12 @@ def test_processes_whose_folders_are_named_by_the_time_load_one_best(folder: Pat
 
 def test_weights_that_processes_drew_are_the_first_one_s(told: list[dict[str, Any]]) -> None:
     assert all(map(torch.equal, *(each["drawn"] for each in told)))
+
+
+def test_the_same_steps_overflow_float16(told: list[dict[str, Any]], tmp_path: Path) -> None:
+    alone = in_float16(tmp_path)
+    assert 0 < alone[-1] < len(alone)
+    assert [each["skipped"] for each in told] == [alone] * WORLD
 
 
 def trains(rank: int, folder: Path) -> None:

@@ -103,6 +103,17 @@ def average_gradients(parameters: Iterable[nn.Parameter], shared: TrainedParts |
         _put_back(flat.div_(processes()), parts)
 
 
+def settle_loss_scale(accelerator: Accelerator, args: Any) -> None:
+    """Let float16's losses be scaled on the CPU too, where accelerate would train without; and let each process begin
+    with its share of the scale, as its losses are so many times what one process has (gradients are averaged): the same
+    ones overflow then.
+    """
+    if args.fp16 and accelerator.scaler is None and args.device.type == "cpu":
+        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True
+    if accelerator.scaler is not None and (state := accelerator.scaler.state_dict()):
+        accelerator.scaler.load_state_dict(state | {"scale": state["scale"] / processes()})
+
+
 def _flattened(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
     """Return one flat copy for each dtype and device, with what it was made of."""
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
