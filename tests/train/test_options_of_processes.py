@@ -133,6 +133,7 @@ def worker(rank: int, folder: Path) -> None:
     found["best"] = best_of(folder / f"at-{rank}-o-clock")
     found["drawn"] = drawn(rank, folder / "drawn")
     found["skipped"] = in_float16(folder / "float16")
+    found["kept"] = dropped_out(folder / "dropout")
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -156,6 +157,15 @@ def drawn(rank: int, folder: Path) -> list[torch.Tensor]:
         weight.requires_grad_("lora_B" in name)
     trainer.train()
     return [weight.detach() for _, weight in weights]
+
+
+def dropped_out(folder: Path) -> list[torch.Tensor]:
+    """Return what a dropout keeps of ones in each micro-batch: the random state decides it alone."""
+    trainer, kept = trainer_of(folder), []
+    dropout = torch.nn.Dropout(0.5)
+    trainer.model.register_forward_pre_hook(lambda model, args: kept.append(dropout(torch.ones(64))))
+    trainer.train()
+    return kept
 
 
 def in_float16(folder: Path) -> list[float]:
@@ -203,6 +213,12 @@ def test_the_same_steps_overflow_float16(told: list[dict[str, Any]], tmp_path: P
     alone = in_float16(tmp_path)
     assert 0 < alone[-1] < len(alone)
     assert [each["skipped"] for each in told] == [alone] * WORLD
+
+
+def test_each_process_draws_its_own_dropout(told: list[dict[str, Any]]) -> None:
+    first, second = (each["kept"] for each in told)
+    assert len(first) == len(second) == STEP_ROWS
+    assert not any(map(torch.equal, first, second))
 
 
 def trains(rank: int, folder: Path) -> None:

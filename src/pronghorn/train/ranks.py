@@ -20,6 +20,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, Sampler
+from transformers import TrainerCallback
 
 from pronghorn.data.dealing import DealtRows, Share
 from pronghorn.data.packed_rows import PackedRows
@@ -103,11 +104,22 @@ def average_gradients(parameters: Iterable[nn.Parameter], shared: TrainedParts |
         _put_back(flat.div_(processes()), parts)
 
 
-def settle_loss_scale(accelerator: Accelerator, args: Any) -> None:
-    """Let float16's losses be scaled on the CPU too, where accelerate would train without; and let each process begin
-    with its share of the scale, as its losses are so many times what one process has (gradients are averaged): the same
-    ones overflow then.
-    """
+class OwnRandomState(TrainerCallback):
+    """Seeds each process by itself, as all have one seed until then: otherwise the rows that they compute at the same
+    time would have one mask of dropout. The order of rows is settled by now. A resumed training takes up its own states
+    after this."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if processes() > 1:
+            torch.manual_seed(args.seed + dist.get_rank())
+
+
+def settle_processes(trainer: Any) -> None:
+    """Give each process a random state of its own, and its share of float16's loss scale: its losses are so many times
+    what one process has, as gradients are averaged, so the same ones overflow then. On the CPU accelerate would train
+    in float16 without a scale."""
+    trainer.add_callback(OwnRandomState())
+    args, accelerator = trainer.args, trainer.accelerator
     if args.fp16 and accelerator.scaler is None and args.device.type == "cpu":
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True
     if accelerator.scaler is not None and (state := accelerator.scaler.state_dict()):

@@ -52,7 +52,7 @@ from pronghorn.train.ranks import (
     folder_of_all,
     leave_packed_to_each_process,
     nonempty,
-    settle_loss_scale,
+    settle_processes,
     step_rows,
 )
 from pronghorn.train.rates import kept_rates
@@ -117,7 +117,7 @@ class SFTTrainer(EvaluatingTrainer):
         keep_names(adapted)
         balance.settle(self)
         prepared_model.unround_adapters(adapted, trained, getattr(model, "is_quantized", False))
-        settle_loss_scale(self.accelerator, args)
+        settle_processes(self)
         self._at_once = processes() > 1 and averages_at_once(adapted)
         if processes() > 1 and not self._at_once and sharded(base_causal_lm(adapted)) is not None:
             raise UnsupportedError(
