@@ -50,7 +50,7 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
     full = not hasattr(model, "peft_config")
     shared = sharded(base)
     if shared is None:
-        shared, elsewhere = shard(base, device), _elsewhere(base)
+        shared, elsewhere = shard(base, decoder_layers(base), device), _elsewhere(base)
         found = ((layer, _groups(base, layer, elsewhere, full, device, compute)) for layer in decoder_layers(base))
         for index, (layer, groups) in enumerate(pair for pair in found if any(pair[1])):
             shared.add(index, layer, groups)
@@ -113,7 +113,7 @@ class SharedLoading:
         self._layer_of = {name: number for name in names for path, number in paths.items() if name.startswith(path)}
         self._missing = Counter(self._layer_of.values())
         if len(self._missing) == len(self._layers):
-            self._shared = shard(model, self.device)
+            self._shared = shard(model, decoder_layers(model), self.device)
 
     def arrived(self, name: str) -> None:
         """Tell that the model has a weight now."""
