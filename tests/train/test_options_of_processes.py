@@ -165,6 +165,7 @@ def dropped_out(folder: Path) -> list[torch.Tensor]:
     dropout = torch.nn.Dropout(0.5)
     trainer.model.register_forward_pre_hook(lambda model, args: kept.append(dropout(torch.ones(64))))
     trainer.train()
+    assert torch.initial_seed() == trainer.args.seed, "the order of a further training would be another in each process"
     return kept
 
 

@@ -65,20 +65,22 @@ def copy_from_first(model: nn.Module) -> None:
     every process loads the same ones.
     """
     whole = [p for p in model.parameters() if not hasattr(p, IN_BUFFER)]
-    for flat, parts in _flattened(p for p in whole if p.requires_grad):
+    trained = [p for p in whole if p.requires_grad]
+    for flat, parts in _flattened(trained):
         dist.broadcast(flat, 0)
         _put_back(flat, parts)
     plain = (p for p in whole if type(p.data) is Tensor and getattr(p, "quant_state", None) is None)
-    frozen = [p for p in plain if not (p.requires_grad or p.is_meta)]
+    frozen = [p for p in plain if not (p.requires_grad or p.is_meta) and p.element_size() > 1]
     if not frozen:
         return
-    sums = torch.stack([p.sum(dtype=torch.float64).to(frozen[0].device) for p in frozen])
+    device = trained[0].device
+    sums = torch.stack([p.sum(dtype=torch.float64).to(device) for p in frozen])
     first = sums.clone()
     dist.broadcast(first, 0)
     differ = (sums != first).int()
     dist.all_reduce(differ, op=dist.ReduceOp.MAX)
     for parameter in (p for p, differs in zip(frozen, differ.tolist(), strict=True) if differs):
-        values = parameter.contiguous()
+        values = parameter.to(device).contiguous()
         dist.broadcast(values, 0)
         parameter.copy_(values)
 
@@ -106,12 +108,16 @@ def average_gradients(parameters: Iterable[nn.Parameter], shared: TrainedParts |
 
 class OwnRandomState(TrainerCallback):
     """Seeds each process by itself, as all have one seed until then: otherwise the rows that they compute at the same
-    time would have one mask of dropout. The order of rows is settled by now. A resumed training takes up its own states
-    after this."""
+    time would have one mask of dropout. The order of rows is settled by now, and that of a further training is drawn by
+    one seed again. A resumed training takes up its own states after this."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if processes() > 1:
             torch.manual_seed(args.seed + dist.get_rank())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if processes() > 1:
+            torch.manual_seed(args.seed)
 
 
 def settle_processes(trainer: Any) -> None:
