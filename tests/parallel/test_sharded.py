@@ -23,6 +23,7 @@ from pronghorn.parallel.sharded import BUFFERS, sharded
 from pronghorn.parity.distance import relative_error
 from pronghorn.precision.compute import Compute
 from pronghorn.train.checkpoint import Fingerprint
+from support.generic import generic_model
 from support.processes import WORLD, alone, selected, together
 from support.tiny import in_4_bits, packed_row, tiny_model
 from support.tolerance import assert_three_way
@@ -45,8 +46,9 @@ CASES = [
 QUICK = [CASES[index] for index in (0, 4, 7, 10, 12, 14, 15, 16, 17, 18, 19)]
 """Each plan, stock and fused, weights in 4 and codes in 8 bits, each kind of layer."""
 
-MOVED = ["llama", "qwen2 nf4", "qwen3_moe nf4", "llama blocks fp8"]
-"""Constants of blocks, the parts of experts in few bits and scales of rows are read by what isn't a parameter."""
+MOVED = ["llama", "qwen2 nf4", "qwen3_moe nf4", "llama blocks fp8", "opt"]
+"""Constants of blocks, the parts of experts in few bits and scales of rows are read by what isn't a parameter. OPT
+calls its decoder past the backbone."""
 
 
 FEW_BITS = ["llama nf4", "llama nf4 fp8", "llama blocks", "llama blocks fp8"]
@@ -87,7 +89,8 @@ def adapted(name: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
     family, *stored = name.split()
-    model = tiny_model(family, **({"intermediate_size": 128} if compute_of(name) != "dtype" else {}))
+    model = generic_model(family, dropout=0.0) if family == "opt" else None
+    model = model or tiny_model(family, **({"intermediate_size": 128} if compute_of(name) != "dtype" else {}))
     if compute_of(name) != "dtype":
         model.to(torch.bfloat16)
     in_few_bits(model, stored)
@@ -98,6 +101,10 @@ def adapted(name: str) -> Any:
             if "lora_B" in name:
                 p.normal_(std=0.05)
     return model
+
+
+def layers_of(name: str) -> str:
+    return "stock" if name == "opt" else "fused"
 
 
 def compute_of(name: str) -> str:
@@ -155,7 +162,7 @@ def worker(cases: list[tuple[str, str, str]], rank: int, folder: Path) -> None:
         before = Fingerprint.of(model)
         share_layers(model, cpu, compute=Compute.of(compute_of(name)))
         model.to("cpu:0")  # by another name of the same device, as trainers do: a copy, which is put back
-        found = gradients(model, "fused", None, compute_of(name))
+        found = gradients(model, layers_of(name), None, compute_of(name))
         told = {"same": Fingerprint.of(model) == before, "gradients": found}
         torch.save(told, folder / f"moved-{name}-{rank}.pt")
     model = adapted("llama")
@@ -225,9 +232,19 @@ def test_layers_that_are_shared_for_other_products_are_refused(name: str, shared
             attach(model, layers="fused", compute=asked)
 
 
+def test_dora_over_4_bits_is_refused_on_the_cpu() -> None:
+    """There PEFT gives the linear another parameter in each forward, and trainers would move that one alone."""
+    from peft import LoraConfig, get_peft_model
+
+    with alone():
+        model = get_peft_model(in_4_bits(tiny_model("llama")), LoraConfig(target_modules="all-linear", use_dora=True))
+        with pytest.raises(UnsupportedError, match="DoRA over 4 bits in layers that processes share, on the CPU"):
+            share_layers(model, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("name", MOVED)
 def test_weights_that_were_moved_are_put_back(shared_runs: Path, name: str) -> None:
-    expected = gradients(adapted(name), "fused", None, compute_of(name))
+    expected = gradients(adapted(name), layers_of(name), None, compute_of(name))
     for rank in range(WORLD):
         found = torch.load(shared_runs / f"moved-{name}-{rank}.pt")
         assert found["same"]

@@ -133,6 +133,9 @@ def worker(rank: int, folder: Path) -> None:
     saving = trainer_of(folder / "saved", save_strategy="steps", save_steps=1)
     saving.train()
     found["best"] = best_of(folder / f"at-{rank}-o-clock")
+    found["drawn"] = drawn(rank, folder / "drawn")
+    found["skipped"] = in_float16(folder / "float16")
+    found["kept"] = dropped_out(folder / "dropout")
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -144,6 +147,37 @@ def best_of(folder: Path) -> list[torch.Tensor]:
     trainer.train()
     assert trainer.state.best_global_step < 3
     return [each.detach() for each in trainer.model.parameters() if each.requires_grad]
+
+
+def drawn(rank: int, folder: Path) -> list[torch.Tensor]:
+    """Train what each process drew for itself, frozen or not, and return it; the base is the same in all of them."""
+    trainer = trainer_of(folder)
+    torch.manual_seed(rank)
+    weights = [(name, each) for name, each in trainer.model.named_parameters() if ".lora_" in name]
+    for name, weight in weights:
+        torch.nn.init.normal_(weight)
+        weight.requires_grad_("lora_B" in name)
+    trainer.train()
+    return [weight.detach() for _, weight in weights]
+
+
+def dropped_out(folder: Path) -> list[torch.Tensor]:
+    """Return what a dropout keeps of ones in each micro-batch: the random state decides it alone."""
+    trainer, kept = trainer_of(folder), []
+    dropout = torch.nn.Dropout(0.5)
+    trainer.model.register_forward_pre_hook(lambda model, args: kept.append(dropout(torch.ones(64))))
+    trainer.train()
+    assert torch.initial_seed() == trainer.args.seed, "the order of a further training would be another in each process"
+    return kept
+
+
+def in_float16(folder: Path) -> list[float]:
+    """Train where float16 overflows at the first loss scales, and return how many steps were skipped by each."""
+    trainer = trainer_of(folder, fp16=True, max_steps=8)
+    with torch.no_grad():
+        trainer.model.get_output_embeddings().weight.mul_(100)
+    trainer.train()
+    return figures(trainer, "skipped_steps")
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +206,22 @@ def test_processes_whose_folders_are_named_by_the_time_load_one_best(folder: Pat
     """The first one's folder has the checkpoints of all."""
     assert all(map(torch.equal, *(each["best"] for each in told)))
     assert (folder / "at-0-o-clock/checkpoint-3").is_dir() and not (folder / "at-1-o-clock").exists()
+
+
+def test_weights_that_processes_drew_are_the_first_one_s(told: list[dict[str, Any]]) -> None:
+    assert all(map(torch.equal, *(each["drawn"] for each in told)))
+
+
+def test_the_same_steps_overflow_float16(told: list[dict[str, Any]], tmp_path: Path) -> None:
+    alone = in_float16(tmp_path)
+    assert 0 < alone[-1] < len(alone)
+    assert [each["skipped"] for each in told] == [alone] * WORLD
+
+
+def test_each_process_draws_its_own_dropout(told: list[dict[str, Any]]) -> None:
+    first, second = (each["kept"] for each in told)
+    assert len(first) == len(second) == STEP_ROWS
+    assert not any(map(torch.equal, first, second))
 
 
 def trains(rank: int, folder: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.quantise import ROW_SCALES
-from pronghorn.layers.linears import base_of
+from pronghorn.layers.linears import base_of, is_4bit
 from pronghorn.models.families import base_causal_lm, check_config, decoder_layers
 from pronghorn.parallel.sharded import FIRST, IN_BUFFER, ShardedLayers, first_values, shard, sharded
 from pronghorn.parallel.unit import WeightGroups, weight_groups
@@ -40,11 +40,17 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
             "compute = 'int8' for layers that processes share: its codes are of whole weights",
             "use compute = 'fp8', or leave compute out",
         )
+    modules = list(model.modules())
+    if device.type == "cpu" and any(getattr(m, "lora_variant", None) and is_4bit(base_of(m)) for m in modules):
+        raise UnsupportedError(
+            "DoRA over 4 bits in layers that processes share, on the CPU: PEFT replaces these weights in each forward",
+            "use launch.strategy: copies, or leave use_dora or load_in_4bit out",
+        )
     base = base_causal_lm(model)
     full = not hasattr(model, "peft_config")
     shared = sharded(base)
     if shared is None:
-        shared, elsewhere = shard(base, device), _elsewhere(base)
+        shared, elsewhere = shard(base, decoder_layers(base), device), _elsewhere(base)
         found = ((layer, _groups(base, layer, elsewhere, full, device, compute)) for layer in decoder_layers(base))
         for index, (layer, groups) in enumerate(pair for pair in found if any(pair[1])):
             shared.add(index, layer, groups)
@@ -54,7 +60,7 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
         base.save_pretrained = _refuse_to_save
     if shared and (copy_trained or not full):
         shared.open()
-    for module in model.modules():
+    for module in modules:
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
                 if tensor is not None and tensor.device != device and not hasattr(tensor, IN_BUFFER):
@@ -107,7 +113,7 @@ class SharedLoading:
         self._layer_of = {name: number for name in names for path, number in paths.items() if name.startswith(path)}
         self._missing = Counter(self._layer_of.values())
         if len(self._missing) == len(self._layers):
-            self._shared = shard(model, self.device)
+            self._shared = shard(model, decoder_layers(model), self.device)
 
     def arrived(self, name: str) -> None:
         """Tell that the model has a weight now."""

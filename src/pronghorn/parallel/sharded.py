@@ -359,11 +359,13 @@ def narrow_reader(weights: Sequence[Tensor]) -> Callable[[], None] | None:
     return partial(setattr, place.layers, "narrow", frozenset(map(id, weights)))
 
 
-def shard(model: Any, device: torch.device) -> ShardedLayers:
+def shard(model: Any, layers: nn.ModuleList, device: torch.device) -> ShardedLayers:
     """Let a causal LM share what is added of its layers among all processes. There is no way back."""
     group = dist.new_group()  # its own: gathers on their stream never wait for sums on another
     model.__dict__[_SHARDED] = shared = ShardedLayers(device, group)
-    model.base_model.register_forward_pre_hook(lambda backbone, args: shared.begin())
+    # not always the backbone, past which OPT calls its decoder
+    caller = next(module for module in model.modules() if any(child is layers for child in module.children()))
+    caller.register_forward_pre_hook(lambda backbone, args: shared.begin())
     return shared
 
 

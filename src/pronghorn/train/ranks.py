@@ -20,6 +20,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, Sampler
+from transformers import TrainerCallback
 
 from pronghorn.data.dealing import DealtRows, Share
 from pronghorn.data.packed_rows import PackedRows
@@ -57,11 +58,31 @@ class CopiesAccelerator(Accelerator):
 
 
 @torch.no_grad()
-def copy_from_first(parameters: Iterable[nn.Parameter]) -> None:
-    """Give every process the trained parameters of process 0: whoever made them may not have seeded."""
-    for flat, parts in _flattened(parameters):
+def copy_from_first(model: nn.Module) -> None:
+    """Give every process the weights of process 0 that it has whole: whoever made them may not have seeded.
+
+    Of frozen ones, which nearly always come from a checkpoint, those travel of which a sum differs. Packed ones stay:
+    every process loads the same ones.
+    """
+    whole = [p for p in model.parameters() if not hasattr(p, IN_BUFFER)]
+    trained = [p for p in whole if p.requires_grad]
+    for flat, parts in _flattened(trained):
         dist.broadcast(flat, 0)
         _put_back(flat, parts)
+    plain = (p for p in whole if type(p.data) is Tensor and getattr(p, "quant_state", None) is None)
+    frozen = [p for p in plain if not (p.requires_grad or p.is_meta) and p.element_size() > 1]
+    if not frozen:
+        return
+    device = trained[0].device
+    sums = torch.stack([p.sum(dtype=torch.float64).to(device) for p in frozen])
+    first = sums.clone()
+    dist.broadcast(first, 0)
+    differ = (sums != first).int()
+    dist.all_reduce(differ, op=dist.ReduceOp.MAX)
+    for parameter in (p for p, differs in zip(frozen, differ.tolist(), strict=True) if differs):
+        values = parameter.to(device).contiguous()
+        dist.broadcast(values, 0)
+        parameter.copy_(values)
 
 
 @torch.no_grad()
@@ -83,6 +104,32 @@ def average_gradients(parameters: Iterable[nn.Parameter], shared: TrainedParts |
     for flat, parts in _flattened(each for each in gradients if each.nbytes <= LARGE_BYTES):
         dist.all_reduce(flat)
         _put_back(flat.div_(processes()), parts)
+
+
+class OwnRandomState(TrainerCallback):
+    """Seeds each process by itself, as all have one seed until then: otherwise the rows that they compute at the same
+    time would have one mask of dropout. The order of rows is settled by now, and that of a further training is drawn by
+    one seed again. A resumed training takes up its own states after this."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if processes() > 1:
+            torch.manual_seed(args.seed + dist.get_rank())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if processes() > 1:
+            torch.manual_seed(args.seed)
+
+
+def settle_processes(trainer: Any) -> None:
+    """Give each process a random state of its own, and its share of float16's loss scale: its losses are so many times
+    what one process has, as gradients are averaged, so the same ones overflow then. On the CPU accelerate would train
+    in float16 without a scale."""
+    trainer.add_callback(OwnRandomState())
+    args, accelerator = trainer.args, trainer.accelerator
+    if args.fp16 and accelerator.scaler is None and args.device.type == "cpu":
+        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True
+    if accelerator.scaler is not None and (state := accelerator.scaler.state_dict()):
+        accelerator.scaler.load_state_dict(state | {"scale": state["scale"] / processes()})
 
 
 def _flattened(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:

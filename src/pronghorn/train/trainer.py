@@ -52,6 +52,7 @@ from pronghorn.train.ranks import (
     folder_of_all,
     leave_packed_to_each_process,
     nonempty,
+    settle_processes,
     step_rows,
 )
 from pronghorn.train.rates import kept_rates
@@ -116,9 +117,7 @@ class SFTTrainer(EvaluatingTrainer):
         keep_names(adapted)
         balance.settle(self)
         prepared_model.unround_adapters(adapted, trained, getattr(model, "is_quantized", False))
-        if args.fp16 and self.accelerator.scaler is None and args.device.type == "cpu":
-            # accelerate scales losses on GPUs only, and would train in float16 without
-            self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
+        settle_processes(self)
         self._at_once = processes() > 1 and averages_at_once(adapted)
         if processes() > 1 and not self._at_once and sharded(base_causal_lm(adapted)) is not None:
             raise UnsupportedError(
@@ -331,7 +330,7 @@ class SFTTrainer(EvaluatingTrainer):
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
         if self._at_once:
             self._averaged = whole_trained(self.model)
-            copy_from_first(self._averaged)
+            copy_from_first(self.model)
         self._counted = StepCounters()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
