@@ -295,7 +295,8 @@ class FusedLayers:
             if not hasattr(type(layer), OUTPUT_NOT_WANTED):
                 continue
             blocks = self.builder.blocks(layer, dtype)
-            runs[layer] = run = LayerRun(self.builder.family, blocks, last=index == len(layers) - 1)
+            last = index == len(layers) - 1 and layers.count(layer) == 1  # else it runs before others, too
+            runs[layer] = run = LayerRun(self.builder.family, blocks, last)
             linears = [linear for block in run.blocks if isinstance(block, Block) for linear in block.linears]
             narrow += [weight for linear in linears for weight in linear.read_narrow]
             targets += [target for linear in linears for target, _ in linear.copies]
