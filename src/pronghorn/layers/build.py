@@ -35,7 +35,7 @@ from pronghorn.layers.mlp import GatedMLPBlock
 from pronghorn.layers.per_layer_input import PerLayerInputBlock
 from pronghorn.layers.stock import ExpertsBesideBlock, StockBlock, StockPerLayerInput
 from pronghorn.layers.watch import HOOKS
-from pronghorn.layers.weight_layout import GroupStorage
+from pronghorn.layers.weight_layout import GroupStorage, find_tied
 from pronghorn.memory.recompute import has_own_forward
 from pronghorn.precision.compute import Compute, Numbers, Rule
 
@@ -80,6 +80,16 @@ class LayerBuilder:
             if not isinstance(block.kind, Experts) and self._reason(layer, block, dtype) is None
             for index, group in enumerate(block.kind.linears)
         ]
+
+    def find_tied(self, layers: Iterable[Any]) -> None:
+        """Find weights that several products have; `reason` and `storages` go by what was found last."""
+        blocks = ((layer, block) for layer in layers for block in self.family.blocks(layer))
+        find_tied(
+            self._storage(layer, block, group)
+            for layer, block in blocks
+            if not isinstance(block.kind, Experts) and self.is_own(layer.get_submodule(block.module))
+            for group in block.kind.linears
+        )
 
     def _rule(self, block: ResidualBlock, index: int) -> Rule:
         """Return in what a block's product of that index multiplies."""
@@ -214,6 +224,8 @@ class LayerBuilder:
             reason = unfused_reason([module.get_submodule(path) for path in group], dtype)
             if reason is not None:
                 return reason
+            if self._storage(layer, block, group).scattered:
+                return "a weight is another linear's, too"
         parts = [module] if block.module else [layer.get_submodule(path) for path in _parts(block)]
         if watched(inner for part in (*parts, *norms, *dropout) for inner in part.modules()):
             return "modules inside the layers carry hooks, or a forward of their own"
