@@ -159,12 +159,12 @@ class GroupStorage:
         self._integers.clear()
 
     def _state(self) -> Any:
-        """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""
+        """Return what the codes depend on: how and where weights lie, their versions, adapters merged into them."""
         weights = self._weights()
         parts = [part for weight in weights for part in getattr(weight, "parts", (weight,))]
         return (
             [*map(id, weights)],
-            [(part.data_ptr(), part._version) for part in parts],
+            [(part.data_ptr(), part._version, part.shape, part.stride()) for part in parts],
             [*map(merged_into, self.linears)],
         )
 
@@ -288,7 +288,8 @@ def in_place(merged: Tensor, parts: list[Tensor]) -> bool:
     """Tell whether the parts are still the slices of the merged tensor that they were made."""
     at = merged.data_ptr()
     for part in parts:
-        if part.data_ptr() != at or part.dtype is not merged.dtype or part.device != merged.device:
+        alike = part.dtype is merged.dtype and part.device == merged.device and part.is_contiguous()
+        if part.data_ptr() != at or not alike:
             return False
         at += part.numel() * part.element_size()
     return at == merged.data_ptr() + merged.numel() * merged.element_size()
