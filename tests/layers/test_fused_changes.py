@@ -227,6 +227,24 @@ def test_biases_frozen_while_weights_are_trained() -> None:
     assert_same(found[1], found[0])
 
 
+def test_an_mlp_that_was_cut_without_a_word_in_its_linears() -> None:
+    """Their out_features stay; torch multiplies by the weights as they are."""
+    found = []
+    for layers in ("stock", "fused"):
+        model = tiny_model("llama", **BIASED)
+        attach(model, layers=layers)
+        loss_and_gradients(model, BATCH)
+        for layer in model.model.layers:
+            for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                linear.weight, linear.bias = (
+                    torch.nn.Parameter(part.detach()[:40].clone()) for part in (linear.weight, linear.bias)
+                )
+            down = layer.mlp.down_proj
+            down.weight = torch.nn.Parameter(down.weight.detach()[:, :40].clone())
+        found.append(loss_and_gradients(model, BATCH))
+    assert_same(found[1], found[0])
+
+
 def values_are_keys(layers: Any) -> None:
     layers[1].self_attn.v_proj.weight = layers[1].self_attn.k_proj.weight
 
