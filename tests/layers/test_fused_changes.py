@@ -112,11 +112,12 @@ def test_a_change_on_an_attached_model_is_noticed(change: str, first: bool) -> N
     found = []
     for layers in ("stock", "fused"):
         model = with_adapters(tiny_model("qwen3", **(WIDE if "given" in change else BIASED)))
-        attach(model, layers=layers)
+        handle = attach(model, layers=layers)
         before = loss_and_gradients(model, BATCH) if first else None
         torch.manual_seed(0)
         CHANGES[change](model)
         found.append(loss_and_gradients(model, BATCH))
+        handle.detach()
         assert before is None or before[0] != found[-1][0] or before[1].keys() != found[-1][1].keys()
     assert_same(found[1], found[0])
 

@@ -30,7 +30,7 @@ from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.gated_delta import GatedDeltaBlock, delta_net
 from pronghorn.layers.heads import QKV
-from pronghorn.layers.linears import unfused_reason
+from pronghorn.layers.linears import base_of, unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
 from pronghorn.layers.per_layer_input import PerLayerInputBlock
 from pronghorn.layers.stock import ExpertsBesideBlock, StockBlock, StockPerLayerInput
@@ -83,13 +83,15 @@ class LayerBuilder:
 
     def find_tied(self, layers: Iterable[Any]) -> None:
         """Find weights that several products have; `reason` and `storages` go by what was found last."""
-        blocks = ((layer, block) for layer in layers for block in self.family.blocks(layer))
-        find_tied(
-            self._storage(layer, block, group)
+        blocks = ((layer, block) for layer in filter(self.is_own, layers) for block in self.family.blocks(layer))
+        groups = (
+            (layer, block, group)
             for layer, block in blocks
             if not isinstance(block.kind, Experts) and self.is_own(layer.get_submodule(block.module))
             for group in block.kind.linears
+            if all(isinstance(base_of(layer.get_submodule(block.path(path))), nn.Linear) for path in group)
         )
+        find_tied(self._storage(*each) for each in groups)
 
     def _rule(self, block: ResidualBlock, index: int) -> Rule:
         """Return in what a block's product of that index multiplies."""
