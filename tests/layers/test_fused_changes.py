@@ -112,11 +112,12 @@ def test_a_change_on_an_attached_model_is_noticed(change: str, first: bool) -> N
     found = []
     for layers in ("stock", "fused"):
         model = with_adapters(tiny_model("qwen3", **(WIDE if "given" in change else BIASED)))
-        attach(model, layers=layers)
+        handle = attach(model, layers=layers)
         before = loss_and_gradients(model, BATCH) if first else None
         torch.manual_seed(0)
         CHANGES[change](model)
         found.append(loss_and_gradients(model, BATCH))
+        handle.detach()
         assert before is None or before[0] != found[-1][0] or before[1].keys() != found[-1][1].keys()
     assert_same(found[1], found[0])
 
@@ -223,6 +224,84 @@ def test_biases_frozen_while_weights_are_trained() -> None:
         attach(model, layers=layers)
         loss_and_gradients(model, BATCH)
         train_biases(False)(model)
+        found.append(loss_and_gradients(model, BATCH))
+    assert_same(found[1], found[0])
+
+
+def test_an_mlp_that_was_cut_without_a_word_in_its_linears() -> None:
+    """Their out_features stay; torch multiplies by the weights as they are."""
+    found = []
+    for layers in ("stock", "fused"):
+        model = tiny_model("llama", **BIASED)
+        attach(model, layers=layers)
+        loss_and_gradients(model, BATCH)
+        for layer in model.model.layers:
+            for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                linear.weight, linear.bias = (
+                    torch.nn.Parameter(part.detach()[:40].clone()) for part in (linear.weight, linear.bias)
+                )
+            down = layer.mlp.down_proj
+            down.weight = torch.nn.Parameter(down.weight.detach()[:, :40].clone())
+        found.append(loss_and_gradients(model, BATCH))
+    assert_same(found[1], found[0])
+
+
+def values_are_keys(layers: Any) -> None:
+    layers[1].self_attn.v_proj.weight = layers[1].self_attn.k_proj.weight
+
+
+def a_weight_of_two_layers(layers: Any) -> None:
+    layers[2].self_attn.q_proj.weight = layers[0].self_attn.q_proj.weight
+
+
+def a_bias_of_two_layers(layers: Any) -> None:
+    layers[2].mlp.up_proj.bias = layers[0].mlp.up_proj.bias
+
+
+def a_linear_of_two_layers(layers: Any) -> None:
+    layers[2].mlp.gate_proj = layers[0].mlp.gate_proj
+
+
+def an_mlp_of_two_layers(layers: Any) -> None:
+    layers[2].mlp = layers[0].mlp
+
+
+TIES = [values_are_keys, a_weight_of_two_layers, a_bias_of_two_layers, a_linear_of_two_layers, an_mlp_of_two_layers]
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("tie", TIES)
+def test_what_is_written_to_a_weight_that_two_products_have(tie: Callable[[Any], None], full: bool) -> None:
+    found = []
+    for layers in ("stock", "fused"):
+        model = tiny_model("llama", **BIASED)
+        tie(model.model.layers)
+        model = model if full else with_adapters(model)
+        handle = attach(model, layers=layers)
+        first = loss_and_gradients(model, BATCH)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "_proj" in name and "lora" not in name:
+                    parameter.mul_(-0.7)
+        found.append(loss_and_gradients(model, BATCH))
+        assert found[-1][0] != pytest.approx(first[0], rel=1e-4)
+    path, why = path_of_layers(handle)
+    assert (path == "fused") is (tie is an_mlp_of_two_layers), why
+    assert_same(found[1], found[0])
+    handle.detach()
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in model.parameters())
+
+
+def test_a_layer_that_peft_repeats_has_the_weights_that_are_loaded() -> None:
+    """Its adapters have no room below weights that another layer has, too."""
+    found = []
+    for layers in ("stock", "fused"):
+        torch.manual_seed(0)
+        model = adapted(tiny_model("llama", **WIDE), r=8, layer_replication=[(0, 2), (1, 3)])
+        attach(model, layers=layers)
+        loss_and_gradients(model, BATCH)
+        state = {name: value * 1.5 for name, value in model.state_dict().items() if "down_proj.base" in name}
+        model.load_state_dict(state, strict=False)
         found.append(loss_and_gradients(model, BATCH))
     assert_same(found[1], found[0])
 

@@ -132,6 +132,14 @@ def test_a_head_that_is_called_has_the_loss_of_one_that_is_not(family: str) -> N
     torch.testing.assert_close(same, grads, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_last_layer_that_runs_before_others_too_gives_all_rows(family: str) -> None:
+    model = with_adapters(tiny_model(family))
+    layers = model.get_base_model().model.layers
+    layers[2] = layers[0]
+    compare(model, few_labels())
+
+
 def test_nothing_labelled_is_no_loss() -> None:
     model, batch = with_adapters(tiny_model("llama")), few_labels(labelled=0.0)
     attach(model, layers="fused")

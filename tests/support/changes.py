@@ -95,6 +95,12 @@ def scale(layer: Any) -> None:
     layer.mlp.down_proj.set_scale("default", 3.0)
 
 
+def transposed(layer: Any) -> None:
+    """A square weight, where it lies."""
+    weight = layer.self_attn.o_proj.base_layer.weight
+    weight.data = weight.data.t()
+
+
 def subclass_of_a_linear(layer: Any) -> None:
     layer.mlp.down_proj.base_layer.__class__ = twice(nn.Linear)
 
@@ -116,6 +122,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another scale of scores": each_layer(lambda layer: setattr(layer.self_attn, "scaling", 0.5)),
     "another eps": each_layer(lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5)),
     "biases given to two of three": each_layer(biases_of_two),
+    "a weight transposed": each_layer(transposed),
     "subclass of a linear": each_layer(subclass_of_a_linear),
     "subclass of the MLP": each_layer(subclass_of_the_mlp),
     "something around the MLP": each_layer(lambda layer: setattr(layer, "mlp", Twice(layer.mlp))),

@@ -30,12 +30,12 @@ from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.gated_delta import GatedDeltaBlock, delta_net
 from pronghorn.layers.heads import QKV
-from pronghorn.layers.linears import unfused_reason
+from pronghorn.layers.linears import base_of, unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
 from pronghorn.layers.per_layer_input import PerLayerInputBlock
 from pronghorn.layers.stock import ExpertsBesideBlock, StockBlock, StockPerLayerInput
 from pronghorn.layers.watch import HOOKS
-from pronghorn.layers.weight_layout import GroupStorage
+from pronghorn.layers.weight_layout import GroupStorage, find_tied
 from pronghorn.memory.recompute import has_own_forward
 from pronghorn.precision.compute import Compute, Numbers, Rule
 
@@ -83,6 +83,18 @@ class LayerBuilder:
             if not isinstance(block.kind, Experts) and self._reason(layer, block, dtype) is None
             for index, group in enumerate(block.kind.linears)
         ]
+
+    def find_tied(self, layers: Iterable[Any]) -> None:
+        """Find weights that several products have; `reason` and `storages` go by what was found last."""
+        blocks = ((layer, block) for layer in filter(self.is_own, layers) for block in self.family.blocks(layer))
+        groups = (
+            (layer, block, group)
+            for layer, block in blocks
+            if not isinstance(block.kind, Experts) and self.is_own(layer.get_submodule(block.module))
+            for group in block.kind.linears
+            if all(isinstance(base_of(layer.get_submodule(block.path(path))), nn.Linear) for path in group)
+        )
+        find_tied(self._storage(*each) for each in groups)
 
     def _rule(self, block: ResidualBlock, index: int) -> Rule:
         """Return in what a block's product of that index multiplies."""
@@ -217,6 +229,8 @@ class LayerBuilder:
             reason = unfused_reason([module.get_submodule(path) for path in group], dtype)
             if reason is not None:
                 return reason
+            if self._storage(layer, block, group).scattered:
+                return "a weight is another linear's, too"
         parts = [module] if block.module else [layer.get_submodule(path) for path in _parts(block)]
         if watched(inner for part in (*parts, *norms, *dropout) for inner in part.modules()):
             return "modules inside the layers carry hooks, or a forward of their own"

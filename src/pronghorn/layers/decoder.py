@@ -121,6 +121,7 @@ class FusedLayers:
         if weight.is_meta:
             return
         dtype = products_dtype(weight)
+        self.builder.find_tied(self.backbone.layers)
         for layer in (each for each in self.backbone.layers if hasattr(type(each), OUTPUT_NOT_WANTED)):
             storages = self.builder.storages(layer, dtype)
             # codes are made where layers are built, of weights as they lie
@@ -210,6 +211,7 @@ class FusedLayers:
     def reason(self, autocast: torch.dtype | None) -> str | None:
         """Say why some block, experts aside, would not be computed here now (under autocast in that dtype), or None."""
         dtype = autocast or self.backbone.get_input_embeddings().weight.dtype
+        self.builder.find_tied(self.backbone.layers)
         for layer in self.backbone.layers:
             if not self.builder.is_own(layer):
                 return f"{type(layer).__name__} has another forward than transformers'"
@@ -291,11 +293,13 @@ class FusedLayers:
         self._count += 1
         layers, targets, sources = list(self.backbone.layers), [], []
         runs, narrow = dict[Any, LayerRun](), list[Tensor]()
+        self.builder.find_tied(layers)
         for index, layer in enumerate(layers):
             if not hasattr(type(layer), OUTPUT_NOT_WANTED):
                 continue
             blocks = self.builder.blocks(layer, dtype)
-            runs[layer] = run = LayerRun(self.builder.family, blocks, last=index == len(layers) - 1)
+            last = index == len(layers) - 1 and layers.count(layer) == 1  # else it runs before others, too
+            runs[layer] = run = LayerRun(self.builder.family, blocks, last)
             linears = [linear for block in run.blocks if isinstance(block, Block) for linear in block.linears]
             narrow += [weight for linear in linears for weight in linear.read_narrow]
             targets += [target for linear in linears for target, _ in linear.copies]

@@ -69,7 +69,8 @@ class FusedLinear:
             unmerge_disabled(linear)
         self.bases = [base_of(linear) for linear in storage.linears]
         self.dtype, first = dtype, self.bases[0]
-        self.widths = [base.out_features for base in self.bases]
+        # of the weights: whoever cuts these may leave out_features as it was
+        self.widths = [base.out_features if is_written_out(base) else len(base.weight) for base in self.bases]
         ends = list(accumulate(self.widths))
         self.adapters: list[tuple[slice, Adapter]] = []
         self.ranks = [0] * len(self.bases)

@@ -98,6 +98,8 @@ class Watch:
 
     def _look_at_weights(self) -> list[Any]:
         found: list[Any] = [*map(id, chain.from_iterable(self._parameters)), *map(Tensor.data_ptr, self._tensors)]
+        # `.data = ...` may give another view of the same memory: what was transposed, or cut
+        found += [*map(Tensor.is_contiguous, self._tensors), *map(Tensor.numel, self._tensors)]
         found += [id(part) for packed in self._packed for part in packed.parts]  # `.data = ...` gives it others
         found += map(attrgetter("_version"), self._written)
         found += map(merged_into, self._merged)

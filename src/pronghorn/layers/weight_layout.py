@@ -7,6 +7,8 @@ addresses, and they are merged again. Below the weight of a linear with a wide i
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +48,10 @@ class GroupStorage:
         self._lent: int | None = None
         """Where the A lies that `_written` has room for."""
         self._integers: dict[bool, tuple[Any, RotatedWeight]] = {}
+        self._tied = False
+        """Another product has these weights, too: no A can lie below them."""
+        self.scattered = False
+        """One of the weights or biases is there a second time, beside others: it can't lie in both places."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
         """Return an empty storage of the copied linears, whose weights lie as these do."""
@@ -153,12 +159,12 @@ class GroupStorage:
         self._integers.clear()
 
     def _state(self) -> Any:
-        """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""
+        """Return what the codes depend on: how and where weights lie, their versions, adapters merged into them."""
         weights = self._weights()
         parts = [part for weight in weights for part in getattr(weight, "parts", (weight,))]
         return (
             [*map(id, weights)],
-            [(part.data_ptr(), part._version) for part in parts],
+            [(part.data_ptr(), part._version, part.shape, part.stride()) for part in parts],
             [*map(merged_into, self.linears)],
         )
 
@@ -200,7 +206,7 @@ class GroupStorage:
         if rank % STEP or self._is_lent_to_another(adapter.a):
             return 0
         frozen = weight.dtype is dtype and not weight.requires_grad and not hasattr(weight, IN_BUFFER)
-        return rank if is_written_out(base) or (frozen and not self._is_taken(weight, rank)) else 0
+        return rank if is_written_out(base) or (frozen and not self._tied) else 0
 
     def _merge(self, parts: list[Any], into_new: bool = False) -> Tensor:
         before = [part.data_ptr() for part in parts]
@@ -222,10 +228,26 @@ class GroupStorage:
         linear: Any = self.linears[0]
         return self._below.data_ptr() in [each.weight.data_ptr() for each in linear.lora_A.values()]
 
-    def _is_taken(self, weight: Tensor, rank: int) -> bool:
-        """Tell whether another layer of the same weight (PEFT's layer_replication) has put its A below it."""
-        known = self._weight is not None and not self._has_room(weight, rank)
-        return known and weight.untyped_storage().nbytes() > weight.nbytes
+    def _merged(self) -> list[tuple[int, ...]]:
+        """Return who the weights are that are merged, and the biases."""
+        bases = [base for linear in self.linears if not is_written_out(base := base_of(linear))]
+        held = [[getattr(base, name, None) for base in bases] for name in ("weight", "bias")]
+        return [tuple(id(part) for part in parts if part is not None) for parts in held]
+
+
+def find_tied(groups: Iterable[GroupStorage]) -> None:
+    """Find weights that several products have, as PEFT's layer_replication makes them: what is merged twice has a copy
+    that nobody writes to. They may lie in one place if all of a product's weights are another's, in the same order."""
+    groups = list(dict.fromkeys(groups))  # a layer may run more than once
+    users = defaultdict[int, list[tuple[int, ...]]](list)
+    for group in groups:
+        for parts in group._merged():
+            for part in parts:
+                users[part].append(parts)
+    for group in groups:
+        found = [(parts, users[part]) for parts in group._merged() for part in parts]
+        group._tied = any(len(others) > 1 for _, others in found)
+        group.scattered = any(len({*parts}) < len(parts) or {*others} != {parts} for parts, others in found)
 
 
 def merge_weights(groups: list[GroupStorage], dtype: torch.dtype) -> None:
@@ -266,7 +288,8 @@ def in_place(merged: Tensor, parts: list[Tensor]) -> bool:
     """Tell whether the parts are still the slices of the merged tensor that they were made."""
     at = merged.data_ptr()
     for part in parts:
-        if part.data_ptr() != at or part.dtype is not merged.dtype or part.device != merged.device:
+        alike = part.dtype is merged.dtype and part.device == merged.device and part.is_contiguous()
+        if part.data_ptr() != at or not alike:
             return False
         at += part.numel() * part.element_size()
     return at == merged.data_ptr() + merged.numel() * merged.element_size()
