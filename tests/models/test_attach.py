@@ -549,6 +549,30 @@ def sees_the_whole_row(
     return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 
+class Around(torch.nn.Module):
+    """What somebody put a decoder layer into."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["before attach", "after"])
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+def test_a_module_around_a_layer_is_refused(layers: Any, first: bool) -> None:
+    model = tiny_model("llama")
+    if first:
+        attach(model, layers=layers)
+    model.model.layers[1] = Around(model.model.layers[1])
+    with pytest.raises(UnsupportedError, match=r"a decoder layer is a Around, which has no self_attn: .*a hook"):
+        if not first:
+            attach(model, layers=layers)
+        model(**packed_row(LENGTHS, ROW))
+
+
 @pytest.mark.parametrize("hidden", [False, True], ids=["plain", "functools.wraps"])
 @pytest.mark.parametrize("layers", ["stock", "fused"])
 def test_attention_that_somebody_patched_in_is_refused_for_several_documents(

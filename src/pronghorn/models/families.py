@@ -162,13 +162,28 @@ def head_dims(model: Any) -> list[int]:
     return sorted({next(part.head_dim for part in mixer.modules() if hasattr(part, "head_dim")) for mixer in mixers})
 
 
+def mixer_of(layer: nn.Module, path: str) -> nn.Module:
+    """Return a decoder layer's module by the family's path.
+
+    Raises:
+        UnsupportedError: it has none there: somebody put another module around the layer, or in its place.
+    """
+    try:
+        return layer.get_submodule(path)
+    except AttributeError:
+        raise UnsupportedError(
+            f"a decoder layer is a {type(layer).__name__}, which has no {path}",
+            "leave the layers in their list: a hook (register_forward_hook) sees and changes what one gives",
+        ) from None
+
+
 def check_windows(backbone: Any) -> None:
     """Refuse attention whose modules hold another window than the configuration: transformers' flash follows the
     modules, its SDPA's masks the configuration, and padded batches these. SmolLM3's modules hold none, whatever
     `layer_types` say, unless `use_sliding_window` is true.
 
     Raises:
-        UnsupportedError: names both windows.
+        UnsupportedError: names both windows, or a layer that isn't the family's.
     """
     config = backbone.config
     family, said = check_config(config), getattr(config, "sliding_window", None)
@@ -178,7 +193,7 @@ def check_windows(backbone: Any) -> None:
         for block in family.blocks(layer):
             if not isinstance(block.kind, Attention):
                 continue
-            module = layer.get_submodule(block.module)
+            module = mixer_of(layer, block.module)
             held = getattr(module, "sliding_window", None)
             if held != said and (held is not None or (masked and hasattr(module, "sliding_window"))):
                 problem = f"{type(module).__name__}.sliding_window is {held}, and the configuration's {said}"

@@ -20,7 +20,7 @@ from pronghorn.families.registry import family_of
 from pronghorn.families.spec import Attention
 from pronghorn.layers.build import is_own, written_in
 from pronghorn.layers.decoder import STEP, FusedLayers
-from pronghorn.models.families import check_windows, has_experts, is_causal, rope_limit
+from pronghorn.models.families import check_windows, has_experts, is_causal, mixer_of, rope_limit
 from pronghorn.models.unpadded import LABELS, unpad
 from pronghorn.text import does
 
@@ -120,7 +120,7 @@ def _strange_attentions(backbone: Any) -> list[Any]:
     """List the layers' attentions whose forward somebody replaced, of a family whose layers are known."""
     family = family_of(backbone.config)
     blocks = [(layer, block) for layer in backbone.layers for block in family.blocks(layer)]
-    attentions = [layer.get_submodule(block.module) for layer, block in blocks if isinstance(block.kind, Attention)]
+    attentions = [mixer_of(layer, block.module) for layer, block in blocks if isinstance(block.kind, Attention)]
     return [each for each in attentions if not is_own(each, family)]
 
 
