@@ -18,6 +18,7 @@ from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import DataError, PronghornError
 from pronghorn.models.lora import add_lora
 from pronghorn.state import MANIFEST
+from pronghorn.train.ranks import copy_from_first
 from support.processes import WORLD, together
 from support.tiny import tiny_model
 from support.trainers import config
@@ -134,6 +135,7 @@ def worker(rank: int, folder: Path) -> None:
     saving.train()
     found["best"] = best_of(folder / f"at-{rank}-o-clock")
     found["drawn"] = drawn(rank, folder / "drawn")
+    found["frozen"] = nothing_trained(rank)
     found["skipped"] = in_float16(folder / "float16")
     found["kept"] = dropped_out(folder / "dropout")
     torch.save(found, folder / f"{rank}.pt")
@@ -159,6 +161,14 @@ def drawn(rank: int, folder: Path) -> list[torch.Tensor]:
         weight.requires_grad_("lora_B" in name)
     trainer.train()
     return [weight.detach() for _, weight in weights]
+
+
+def nothing_trained(rank: int) -> torch.Tensor:
+    """Copy a weight of which a process drew its own, where no process has a trained one whole."""
+    alone = torch.nn.Linear(3, 5, bias=False).requires_grad_(False)
+    torch.nn.init.constant_(alone.weight, rank + 1.0)
+    assert copy_from_first(alone) == []
+    return alone.weight
 
 
 def dropped_out(folder: Path) -> list[torch.Tensor]:
@@ -210,6 +220,11 @@ def test_processes_whose_folders_are_named_by_the_time_load_one_best(folder: Pat
 
 def test_weights_that_processes_drew_are_the_first_one_s(told: list[dict[str, Any]]) -> None:
     assert all(map(torch.equal, *(each["drawn"] for each in told)))
+
+
+def test_frozen_weights_travel_where_none_is_trained(told: list[dict[str, Any]]) -> None:
+    """As in full fine-tuning of shared layers with a frozen embedding, head and norm."""
+    assert [each["frozen"].unique().tolist() for each in told] == [[1.0]] * WORLD
 
 
 def test_the_same_steps_overflow_float16(told: list[dict[str, Any]], tmp_path: Path) -> None:

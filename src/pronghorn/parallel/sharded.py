@@ -363,7 +363,7 @@ def shard(model: Any, layers: nn.ModuleList, device: torch.device) -> ShardedLay
     """Let a causal LM share what is added of its layers among all processes. There is no way back."""
     group = dist.new_group()  # its own: gathers on their stream never wait for sums on another
     model.__dict__[_SHARDED] = shared = ShardedLayers(device, group)
-    # not always the backbone, past which OPT calls its decoder
+    # not always the backbone: a causal LM may call its decoder past it
     caller = next(module for module in model.modules() if any(child is layers for child in module.children()))
     caller.register_forward_pre_hook(lambda backbone, args: shared.begin())
     return shared

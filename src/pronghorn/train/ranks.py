@@ -31,7 +31,7 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.step_time import attention_share
 from pronghorn.models.auto_plan import dims_of
 from pronghorn.models.families import base_causal_lm
-from pronghorn.parallel.sharded import IN_BUFFER
+from pronghorn.parallel.sharded import IN_BUFFER, whole_trained
 from pronghorn.parallel.training import TrainedParts
 from pronghorn.text import counted
 
@@ -58,22 +58,23 @@ class CopiesAccelerator(Accelerator):
 
 
 @torch.no_grad()
-def copy_from_first(model: nn.Module) -> None:
-    """Give every process the weights of process 0 that it has whole: whoever made them may not have seeded.
+def copy_from_first(model: nn.Module) -> list[nn.Parameter]:
+    """Give every process the weights of process 0 that it has whole, and return those that are trained: whoever made
+    them may not have seeded.
 
-    Of frozen ones, which nearly always come from a checkpoint, those travel of which a sum differs. Packed ones stay:
+    Of frozen ones, which nearly always come from a checkpoint, only those travel whose sums differ. Packed ones stay:
     every process loads the same ones.
     """
-    whole = [p for p in model.parameters() if not hasattr(p, IN_BUFFER)]
-    trained = [p for p in whole if p.requires_grad]
+    trained = whole_trained(model)
     for flat, parts in _flattened(trained):
         dist.broadcast(flat, 0)
         _put_back(flat, parts)
+    whole = (p for p in model.parameters() if not (p.requires_grad or p.is_meta or hasattr(p, IN_BUFFER)))
     plain = (p for p in whole if type(p.data) is Tensor and getattr(p, "quant_state", None) is None)
-    frozen = [p for p in plain if not (p.requires_grad or p.is_meta) and p.element_size() > 1]
+    frozen = [p for p in plain if p.element_size() > 1]
     if not frozen:
-        return
-    device = trained[0].device
+        return trained
+    device = (trained or frozen)[0].device  # frozen ones may wait in host memory, which NCCL doesn't reach
     sums = torch.stack([p.sum(dtype=torch.float64).to(device) for p in frozen])
     first = sums.clone()
     dist.broadcast(first, 0)
@@ -83,6 +84,7 @@ def copy_from_first(model: nn.Module) -> None:
         values = parameter.to(device).contiguous()
         dist.broadcast(values, 0)
         parameter.copy_(values)
+    return trained
 
 
 @torch.no_grad()
@@ -120,12 +122,10 @@ class OwnRandomState(TrainerCallback):
             torch.manual_seed(args.seed)
 
 
-def settle_processes(trainer: Any) -> None:
-    """Give each process a random state of its own, and its share of float16's loss scale: its losses are so many times
-    what one process has, as gradients are averaged, so the same ones overflow then. On the CPU accelerate would train
-    in float16 without a scale."""
-    trainer.add_callback(OwnRandomState())
-    args, accelerator = trainer.args, trainer.accelerator
+def settle_loss_scale(accelerator: Accelerator, args: Any) -> None:
+    """Give float16's training its loss scale on the CPU too, where accelerate has none; and each process its share of
+    it. Its losses are as many times larger as there are processes, since gradients are averaged, so the same steps
+    overflow then as in one."""
     if args.fp16 and accelerator.scaler is None and args.device.type == "cpu":
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True
     if accelerator.scaler is not None and (state := accelerator.scaler.state_dict()):

@@ -32,7 +32,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.towers import keep_names
 from pronghorn.models.families import base_causal_lm
 from pronghorn.optimizers import place_again
-from pronghorn.parallel.sharded import sharded, whole_trained
+from pronghorn.parallel.sharded import sharded
 from pronghorn.train import balance, by_length, checkpoint, padding_free, prepared_model, prepared_rows, validate
 from pronghorn.train.check_dataset import check_dataset
 from pronghorn.train.counters import StepCounters, is_spare
@@ -43,6 +43,7 @@ from pronghorn.train.oom_retry import OomRetry, OutOfMemory
 from pronghorn.train.ranks import (
     MOST_BYTES,
     CopiesAccelerator,
+    OwnRandomState,
     attention_against_products,
     average_gradients,
     averages_at_once,
@@ -52,7 +53,7 @@ from pronghorn.train.ranks import (
     folder_of_all,
     leave_packed_to_each_process,
     nonempty,
-    settle_processes,
+    settle_loss_scale,
     step_rows,
 )
 from pronghorn.train.rates import kept_rates
@@ -117,7 +118,7 @@ class SFTTrainer(EvaluatingTrainer):
         keep_names(adapted)
         balance.settle(self)
         prepared_model.unround_adapters(adapted, trained, getattr(model, "is_quantized", False))
-        settle_processes(self)
+        settle_loss_scale(self.accelerator, args)
         self._at_once = processes() > 1 and averages_at_once(adapted)
         if processes() > 1 and not self._at_once and sharded(base_causal_lm(adapted)) is not None:
             raise UnsupportedError(
@@ -139,7 +140,8 @@ class SFTTrainer(EvaluatingTrainer):
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = prepared_rows.Collators(self._pack_collator, stock)
         self._watch = GradientWatch(None if self._shared is None else self._shared.trained)
-        self.add_callback(self._watch)
+        for callback in (self._watch, OwnRandomState()):
+            self.add_callback(callback)
         self._counted = StepCounters()
         self._memory = OomRetry(self._ran_out, prepared_model.TighterPlans(adapted, args, **settled))
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
@@ -329,8 +331,7 @@ class SFTTrainer(EvaluatingTrainer):
         gathers = sharded(base_causal_lm(self.model)) is not None
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
         if self._at_once:
-            self._averaged = whole_trained(self.model)
-            copy_from_first(self.model)
+            self._averaged = copy_from_first(self.model)
         self._counted = StepCounters()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
