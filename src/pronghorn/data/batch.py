@@ -103,7 +103,7 @@ class PackedBatch:
     """int64 [M_b], the positions whose next token is a label, padded to a multiple of 512 with T - 1, which predicts
     nothing. None where the batch was made without labels."""
     attended: set[Any] | None = field(default=None, repr=False)
-    """The modules whose attention kept the documents apart, where somebody wants to know (`models.metadata`)."""
+    """Collects the modules whose attention kept the documents apart; None: nobody asks (`models.metadata` does)."""
     _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -86,7 +86,8 @@ class FusedLayers:
         self._builds: list[_Build] = []
         """The last one used comes first; adapters that are switched off and on find the one before again."""
         self._count, self._merged = 0, False
-        self.checked = 0  # the number of the build whose windows were looked at; the watch sees what changes them
+        # the numbers of the builds whose windows were looked at, and whose attentions keep documents apart
+        self.checked = self.attention_checked = 0  # the watch sees what changes them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
         """Return fused layers for the copied model, which builds its own blocks."""

@@ -88,8 +88,6 @@ def share_metadata(
     # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
     # packed attention reads `packed` and never looks at this.
     placeholder = packed.cu_seqlens.view(1, 1, 1, -1)
-    if (layers is None or layers.checked == 0) and _strange_attentions(backbone):
-        packed = replace(packed, attended=set())  # which `check_attended` looks at
     if layers is not None:
         embeds = kwargs.get("inputs_embeds")
         stream = backbone.get_input_embeddings().weight if embeds is None else embeds
@@ -99,6 +97,12 @@ def share_metadata(
         _check_attentions(backbone)
         if layers is not None:
             layers.checked = layers.generation
+    several = len(packed.lengths) - bool(packed.padding) > 1
+    if several and (layers is None or layers.attention_checked != layers.generation):
+        if _strange_attentions(backbone):
+            packed = replace(packed, attended=set())  # which `check_attended` looks at
+        elif layers is not None:
+            layers.attention_checked = layers.generation
     return args, {**kwargs, "packed": packed, "attention_mask": placeholder, "use_cache": False}
 
 
@@ -132,7 +136,7 @@ def check_attended(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         UnsupportedError: names the class, and whose forward it has.
     """
     packed: PackedBatch | None = kwargs.get("packed")
-    if packed is None or packed.attended is None or len(packed.lengths) - bool(packed.padding) < 2:
+    if packed is None or packed.attended is None:
         return
     for attention in _strange_attentions(backbone):
         if packed.attended.isdisjoint(attention.modules()):
@@ -141,6 +145,8 @@ def check_attended(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
                 "under it the documents of a row see each other",
                 "train in a process where nothing replaces transformers' functions: don't import what does",
             )
+    if (layers := backbone.__dict__.get(LAYERS)) is not None:
+        layers.attention_checked = layers.generation
 
 
 def refuse_transforms() -> None:
